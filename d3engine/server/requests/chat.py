@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
-from d3engine.server.errors import RequestError, invalid
+from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.requests.completions import prepare_all, take_places
 from d3engine.server.requests.sampling import (
+    by_names,
     check_num_logprobs,
     check_stream_options,
     depth_header,
@@ -292,15 +293,3 @@ def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
     return asked.top_logprobs or 0 if asked.logprobs else None
-
-
-@contextmanager
-def by_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors from inside of here name fields as the request does: engine's name -> the request's."""
-    try:
-        yield
-    except InvalidValueError as error:
-        raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
-    except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
-        raise

@@ -19,8 +19,8 @@ from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import check_priority, most_work, read_body
-from d3engine.server.requests.chat import by_names
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import whole_output
 from d3engine.server.routes.api import Route

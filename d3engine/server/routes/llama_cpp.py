@@ -15,9 +15,9 @@ from d3engine.request.outputs import Logprob, RequestMetrics, RequestOutput
 from d3engine.request.params import BOUNDS, MAX_CHARACTERS
 from d3engine.server.errors import RequestError, error_body, invalid
 from d3engine.server.requests.bodies import as_shape, json_object, known_names, read_as, read_body
-from d3engine.server.requests.chat import by_names, chat_prompt
+from d3engine.server.requests.chat import chat_prompt
 from d3engine.server.requests.completions import completion_job_of
-from d3engine.server.requests.sampling import check_penalty_window
+from d3engine.server.requests.sampling import by_names, check_penalty_window
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LOWEST, UsageCounter, likeliest
 from d3engine.server.responses.running import whole_output

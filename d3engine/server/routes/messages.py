@@ -15,7 +15,6 @@ from d3engine.server.errors import anthropics_error_body, invalid
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import (
     TurnForm,
-    by_names,
     chat_fields,
     chat_prompt,
     function_tool,
@@ -29,6 +28,7 @@ from d3engine.server.requests.chat import (
     unknown_in_parts,
     unknown_in_turns,
 )
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond

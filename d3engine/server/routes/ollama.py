@@ -26,9 +26,9 @@ from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import invalid, ollamas_error_body
 from d3engine.server.models import LATEST
 from d3engine.server.requests.bodies import known_names, read_as, read_body
-from d3engine.server.requests.chat import by_names, job_of
+from d3engine.server.requests.chat import job_of
 from d3engine.server.requests.completions import completion_job_of
-from d3engine.server.requests.sampling import check_penalty_window
+from d3engine.server.requests.sampling import by_names, check_penalty_window
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.extras import LogprobWords, UsageCounter
 from d3engine.server.responses.running import whole_output

@@ -17,7 +17,6 @@ from d3engine.server.errors import RequestError, invalid, shown_message
 from d3engine.server.requests.bodies import read_body
 from d3engine.server.requests.chat import (
     TurnForm,
-    by_names,
     chat_fields,
     function_tool,
     job_of,
@@ -25,6 +24,7 @@ from d3engine.server.requests.chat import (
     read_turn,
     unknown_in_turns,
 )
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond

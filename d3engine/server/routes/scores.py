@@ -13,8 +13,9 @@ from d3engine.errors import require, require_integer
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.scoring import ANSWERS, TEMPLATE_VARIABLES, answer_params, judgement, score_of
 from d3engine.server.requests.bodies import check_priority, read_body
-from d3engine.server.requests.chat import by_names, chat_prompt
+from d3engine.server.requests.chat import chat_prompt
 from d3engine.server.requests.completions import prepare_all
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.routes.api import Route
 from d3engine.server.routes.embeddings import MAX_INPUTS, all_of, check_texts, output_of, places_side_by_side
 from d3engine.server.schemas.requests import ChatRequest
