@@ -20,7 +20,7 @@ from d3engine.server.app import create_app
 from d3engine.server.errors import ANTHROPICS_ROOT, RequestError, as_request_error, error_response, shown_message
 from d3engine.server.in_process import whole
 from d3engine.server.metrics import merged
-from d3engine.server.middleware.access import METRICS_PATH, KeyGuard
+from d3engine.server.middleware.access import METRICS_PATH, AccessGuard
 from d3engine.server.middleware.limits import RETRY_AFTER
 from d3engine.server.responses.streams import OPENAI_FORM, named_event
 from d3engine.server.routes.messages import MESSAGE_FORM
@@ -69,7 +69,7 @@ class Proxy:
         api_keys: Iterable[str] = (),
         metrics_keys: Iterable[str] = (),
     ) -> None:
-        self._keys = KeyGuard(self, api_keys, metrics_keys)
+        self._keys = AccessGuard(self, api_keys, metrics_keys)
         self._ask = ask
         self._ask_all = ask_all
         self._max_body_bytes = max_body_bytes

@@ -23,25 +23,6 @@ def hosts_of(settings: GuardSettings) -> frozenset[str] | None:
     return frozenset(named | ({*OWN_NAMES, _bare(settings.host.lower())} if settings.is_local else set()))
 
 
-class HostGuard:
-    """Refuses requests that call the server by a name that is not in `hosts`."""
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self.app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name == b"host"]
-            if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
-                message = (
-                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
-                    " by --allowed-hosts."
-                )
-                raise RequestError(421, message, code="host_not_allowed")
-        await self.app(scope, receive, send)
-
-
 def name_of(host: str) -> str:
     """The name in a Host header: without its port, without brackets, in small letters."""
     host = host.strip().lower()
@@ -80,8 +61,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class KeyGuard:
-    """Lets requests through that bring a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+class AccessGuard:
+    """Lets requests through that call the server by one of its names and bring a key where the path asks for one, as
+    `Authorization: Bearer KEY` or `x-api-key: KEY`; `hosts` None: any name."""
 
     def __init__(
         self,
@@ -89,10 +71,12 @@ class KeyGuard:
         api_keys: Iterable[str],
         metrics_keys: Iterable[str],
         open_paths: frozenset[str] = OPEN_PATHS,
+        hosts: frozenset[str] | None = None,
     ) -> None:
         self.app = app
         self._api, self._metrics = KeySet(api_keys), KeySet(metrics_keys)
         self._open_paths = open_paths
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -100,7 +84,15 @@ class KeyGuard:
         await self.app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Raise `RequestError` (401) where a request's path asks for a key and it brings none."""
+        """Raise `RequestError`: 421 for another name of the server, 401 for a path that asks for a key without one."""
+        if self._hosts is not None:
+            given = [value for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
+                message = (
+                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
+                    " by --allowed-hosts."
+                )
+                raise RequestError(421, message, code="host_not_allowed")
         if scope["path"] in self._open_paths:
             return
         is_for_metrics = scope["path"] == METRICS_PATH and bool(self._metrics)
