@@ -112,7 +112,6 @@ class DeadlineGuard:
                 raise
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
-            scope["state"]["ended"] = "the client stopped reading"
             abort = scope["state"].get("abort_connection")
             if abort is not None:
                 abort()

@@ -435,13 +435,11 @@ class ReasoningFormat:
         name: as `--reasoning-parser` has it, in vLLM's spelling.
         opening: before it; a prompt that ends with it has begun the reasoning.
         closing: after it.
-        switches: variables of a template that turn reasoning on and off.
     """
 
     name: str
     opening: str
     closing: str
-    switches: tuple[str, ...] = ("enable_thinking", "thinking")
 
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
