@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from d3engine.server.requests.sampling import (
     sampling_params,
 )
 from d3engine.server.requests.tools import (
-    Calling,
     ChatStyle,
     Thinking,
     ToolUse,
@@ -166,7 +164,8 @@ async def job_of(
     if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
     names = {"prompt": "messages"} | (CHAT.by_own if asked.max_completion_tokens is not None else {})
-    with by_names(names), _fault_of_form(asked, calling):
+    field = "response_format" if asked.structured_outputs is None else "structured_outputs"
+    with by_names(names), named(field) if calling is None else fault_of_tools(calling.names):
         check_work(request, asked)
         params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
@@ -271,13 +270,6 @@ def _template(asked: ChatRequest | TokenizeRequest, served: AppState) -> str | N
         message = "chat_template must be absent, since this server takes no templates of requests."
         raise invalid("chat_template", message, "unsupported_parameter")
     return asked.chat_template
-
-
-def _fault_of_form(asked: ChatRequest, calling: Calling | None) -> AbstractContextManager[None]:
-    """Errors about the answer's form name the field that it comes of."""
-    if calling is not None:
-        return fault_of_tools(calling.names)
-    return named("response_format" if asked.structured_outputs is None else "structured_outputs")
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:

@@ -213,18 +213,14 @@ def _errors(route: Route, error: Any) -> dict[str, dict[str, Any]]:
     own = (*(WITH_BODY if route.body is not None else ()), *((403,) if route.loads else ()))
     for status in sorted((*ALWAYS, *own)):
         is_unwell = status == 503 and route.unwell is not None
+        phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
         names = ["X-Request-Id", *(["Retry-After"] if status in RETRY and not is_unwell else [])]
         found[str(status)] = {
-            "description": _says(status),
+            "description": f"{phrase}: {TYPES.get(status, 'invalid_request_error')}.",
             "headers": _headers(*names),
             "content": _content(route.unwell if is_unwell else error),
         }
     return found
-
-
-def _says(status: int) -> str:
-    phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
-    return f"{phrase}: {TYPES.get(status, 'invalid_request_error')}."
 
 
 def _headers(*names: str) -> dict[str, Any]:

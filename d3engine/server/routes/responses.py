@@ -28,14 +28,11 @@ from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import StreamForm, named_event
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
-from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
+from d3engine.server.schemas.answers import DepthsOfTokens
 from d3engine.server.schemas.requests import RESPONSES, ChatRequest
 from d3engine.server.schemas.responses import (
     ModelResponse,
     NamedResponseTool,
-    OutputCall,
-    OutputMessage,
-    OutputReasoning,
     ResponsesRequest,
     ResponseUsage,
     TextFormat,
@@ -196,13 +193,17 @@ class OutputItems:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if news.reasoning:
-            found += [] if self._open else self._begin(_new_reasoning())
+            if not self._open:
+                part = {"type": "reasoning_text", "text": ""}
+                found += self._begin(_new("rs", "reasoning", summary=[], content=[part], status="in_progress"))
             found.append(self._grow(news.reasoning))
         if news.text:
             found += [] if self._open and self._open["type"] == "message" else self._begin(_new_message())
             found.append(self._grow(news.text))
         for call in news.calls:
-            found += self._begin(_new_call(call)) if "id" in call else []
+            if "id" in call:
+                named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                found += self._begin(_new("fc", "function_call", **named, status="in_progress"))
             found.append(self._grow(call["function"]["arguments"]))
         if (depths := news.d3ext.get("d3ext")) is not None:
             self._depths["depths"] += depths["depths"]
@@ -280,38 +281,13 @@ _GROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """The type of an item -> what its events are called that grow and end it, and what else these say."""
 
 
-def _new_reasoning() -> dict[str, Any]:
-    item: OutputReasoning = {
-        "id": f"rs_{uuid.uuid4().hex}",
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": ""}],
-        "status": "in_progress",
-    }
-    return {**item}
-
-
 def _new_message() -> dict[str, Any]:
-    item: OutputMessage = {
-        "id": f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "status": "in_progress",
-        "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
-    }
-    return {**item}
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return _new("msg", "message", role="assistant", status="in_progress", content=[part])
 
 
-def _new_call(call: ToolCallDelta) -> dict[str, Any]:
-    item: OutputCall = {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": "",
-        "status": "in_progress",
-    }
-    return {**item}
+def _new(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
 
 
 class ResponseAnswer:
