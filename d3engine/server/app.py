@@ -18,7 +18,7 @@ from d3engine.server.middleware.limits import AdmissionControl, DeadlineGuard, T
 from d3engine.server.middleware.request_log import ErrorAnswers, ExchangeLog, RequestLog, TracingGuard, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.models import FurtherModels, ModelRouter
-from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, scores, sleep
+from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, sleep
 from d3engine.server.routes.api import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
     from d3engine.server.tracing_export import SpanWriter
 
-ROUTES = tuple(
-    route for family in (api, embeddings, scores, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES
-)
+ROUTES = tuple(route for family in (api, embeddings, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES)
 
 BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 

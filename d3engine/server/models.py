@@ -43,26 +43,19 @@ class FurtherModel:
     config: ModelConfig
 
 
+@dataclass(eq=False)
 class _Place:
     """One model, and the requests that use it; times are of the monotonic clock."""
 
-    def __init__(
-        self,
-        name: str,
-        num_bytes: int,
-        load: Callable[[], Awaitable[AppState]],
-        unload: Callable[[AsyncEngine], Awaitable[None]],
-        served: AppState | None = None,
-    ) -> None:
-        self.name = name
-        self.num_bytes = num_bytes
-        self.load = load
-        self.unload = unload
-        self.served = served
-        self.loading: asyncio.Task[AppState] | None = None
-        self.draining: asyncio.Task[None] | None = None
-        self.num_users = 0
-        self.last_used = 0.0
+    name: str
+    num_bytes: int
+    load: Callable[[], Awaitable[AppState]]
+    unload: Callable[[AsyncEngine], Awaitable[None]]
+    served: AppState | None = None
+    loading: asyncio.Task[AppState] | None = None
+    draining: asyncio.Task[None] | None = None
+    num_users: int = 0
+    last_used: float = 0.0
 
 
 class FurtherModels:
