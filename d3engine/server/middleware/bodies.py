@@ -156,7 +156,12 @@ class BodyGuard:
             return
         self._check_head(scope)
         has_come = scope["state"].get("has_come_whole")  # as most have, which then need no timer
-        body = await (self._read(receive) if has_come else self._read_in_time(receive))
+        try:
+            async with asyncio.timeout(None if has_come else self._timeout):
+                body = await self._read(receive)
+        except TimeoutError:
+            late = f"The body did not come whole within {self._timeout:g} seconds."
+            raise RequestError(408, late, code="body_timeout") from None
         if body is None:
             return  # the client has left
         scope["state"]["body"] = body
@@ -193,14 +198,6 @@ class BodyGuard:
         if kind != b"application/json" or encoding != b"identity":
             message = "Send JSON as `Content-Type: application/json`, without a Content-Encoding."
             raise RequestError(415, message, code="unsupported_media_type")
-
-    async def _read_in_time(self, receive: Receive) -> bytes | None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await self._read(receive)
-        except TimeoutError:
-            late = f"The body did not come whole within {self._timeout:g} seconds."
-            raise RequestError(408, late, code="body_timeout") from None
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The whole body; None where the client left before its end."""

@@ -96,15 +96,12 @@ class DeadlineGuard:
             await self.app(scope, receive, send)
             return
         writes = _WatchedWrites(send, self._write_timeout)
-        limit: asyncio.Timeout | None = None
+        limit = asyncio.timeout(self._request_timeout)
         try:
-            if self._request_timeout is None:
+            async with limit:
                 await self.app(scope, receive, writes)
-            else:
-                async with asyncio.timeout(self._request_timeout) as limit:
-                    await self.app(scope, receive, writes)
         except TimeoutError:
-            if limit is None or not limit.expired():
+            if not limit.expired():
                 raise
             await self._say(scope, writes, send)
         except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from d3engine.server.errors import DONE, RequestError, as_request_error, failed_events
 from d3engine.server.responses.running import DirectStream, unless_disconnected
@@ -124,9 +124,7 @@ class _Writer:
 
     async def end(self, last: bytes) -> None:
         async with self._turn:
-            self._num_own += 1
-            await self._begin()
-            await self._send(_body(last, more=False))
+            await self._write(last, more=False)
 
     @property
     def num_writes(self) -> int:
@@ -138,15 +136,12 @@ class _Writer:
             if self.num_writes == num_writes:
                 await self._write(self._ping)
 
-    async def _write(self, content: bytes) -> None:
+    async def _write(self, content: bytes, *, more: bool = True) -> None:
         self._num_own += 1
-        await self._begin()
-        await self._send(_body(content, more=True))
-
-    async def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
 
 class _Silence:
@@ -175,7 +170,3 @@ class _Silence:
         if self._pinging is not None:
             self._pinging.cancel()
             await asyncio.gather(self._pinging, return_exceptions=True)
-
-
-def _body(content: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": content, "more_body": more}
