@@ -9,15 +9,7 @@ from typing import Any, TypeAlias
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import Logprob, RequestOutput
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.answers import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    DepthSummary,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
+from d3engine.server.schemas import answers
 
 
 class UsageCounter:
@@ -46,8 +38,8 @@ class UsageCounter:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def usage(self) -> Usage:
-        found: Usage = {
+    def usage(self) -> answers.Usage:
+        found: answers.Usage = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
@@ -61,7 +53,7 @@ class UsageCounter:
             }
         return found
 
-    def depth(self) -> dict[str, DepthSummary]:
+    def depth(self) -> dict[str, answers.DepthSummary]:
         """`d3ext` of the whole answer or the last chunk; nothing where it was not asked for."""
         return {} if self._depth is None else {"d3ext": self._depth.summary()}
 
@@ -86,7 +78,7 @@ class DepthCount:
             self._first = first if self._first is None else min(self._first, first)
             self._last = last if self._last is None else max(self._last, last)
 
-    def summary(self) -> DepthSummary:
+    def summary(self) -> answers.DepthSummary:
         num_layers = self._job.served.client.config.num_layers
         tokens = sum(self._tokens.values())
         saved = [self._blocks_saved(self._job.prepared[number], length) for (number, _), length in self._tokens.items()]
@@ -127,7 +119,7 @@ class LogprobWords:
 
     def of_completion(
         self, token_ids: Sequence[int], rows: Sequence[Row | None], places: Sequence[int], first: str = ""
-    ) -> CompletionLogprobs:
+    ) -> answers.CompletionLogprobs:
         """Of these tokens; a row is None where nothing is known, which is at the first token of a prompt, whose text
         is `first`."""
         known: list[tuple[int, Row | None]] = list(zip(token_ids, rows, strict=True))
@@ -140,8 +132,8 @@ class LogprobWords:
             "top_logprobs": [None if row is None else self._top(token, row) for token, row in known],
         }
 
-    def of_chat(self, token_ids: Sequence[int], rows: Sequence[Row]) -> ChatLogprobs:
-        content: list[TokenLogprob] = [
+    def of_chat(self, token_ids: Sequence[int], rows: Sequence[Row]) -> answers.ChatLogprobs:
+        content: list[answers.TokenLogprob] = [
             {
                 **self._entry(token, row[token]),
                 "top_logprobs": [self._entry(*pair) for pair in likeliest(row)[: self.num_top]],
@@ -158,7 +150,7 @@ class LogprobWords:
             found.setdefault(self._word(candidate, logprob), _number(logprob))
         return found
 
-    def _entry(self, token: int, logprob: Logprob) -> TopLogprob:
+    def _entry(self, token: int, logprob: Logprob) -> answers.TopLogprob:
         return {
             "token": self._word(token, logprob),
             "logprob": _number(logprob),
@@ -180,7 +172,7 @@ def _number(logprob: Logprob) -> float:
     return max(logprob.logprob, LOWEST)
 
 
-def of_prompt(rows: Iterable[Row | None]) -> PromptLogprobs:
+def of_prompt(rows: Iterable[Row | None]) -> answers.PromptLogprobs:
     """vLLM's `prompt_logprobs`."""
     return [
         None

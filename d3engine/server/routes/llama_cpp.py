@@ -24,32 +24,20 @@ from d3engine.server.responses.running import whole_output
 from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import respond
 from d3engine.server.routes.api import Route
-from d3engine.server.schemas.llama_cpp import (
-    LlamaCompletion,
-    LlamaCompletionRequest,
-    LlamaInfillRequest,
-    LlamaLogprob,
-    LlamaPrompt,
-    LlamaProps,
-    LlamaSampling,
-    LlamaSlot,
-    LlamaTemplateRequest,
-    LlamaTimings,
-    LlamaTokenLogprob,
-)
+from d3engine.server.schemas import llama_cpp
 from d3engine.server.schemas.requests import LLAMA_CPP, PREDICTED, Common, CompletionRequest, TokenizeRequest
 from d3engine.server.state import AppState, json_response, served_by
 from d3engine.utils.version import __version__
 
-S = TypeVar("S", bound=LlamaSampling)
+S = TypeVar("S", bound=llama_cpp.LlamaSampling)
 
 IGNORED_HERE = frozenset(
     ("samplers", "t_max_prompt_ms", "t_max_predict_ms", "n_indent", "response_fields", "timings_per_token", "n_cmpl")
 )
 """Fields that editors send with each request and that have no counterpart: an answer's header names them."""
 _COMMON = frozenset(Common.__struct_fields__)
-OWN = frozenset((*LlamaCompletionRequest.__struct_fields__, *LlamaInfillRequest.__struct_fields__)) - _COMMON
-OWN |= {"logit_bias"}
+_OWN_SHAPES = llama_cpp.LlamaCompletionRequest, llama_cpp.LlamaInfillRequest
+OWN = frozenset(name for shape in _OWN_SHAPES for name in shape.__struct_fields__) - _COMMON | {"logit_bias"}
 SAMPLING = known_names(CompletionRequest) - frozenset(CompletionRequest.__struct_fields__) | _COMMON
 SAMPLING -= OWN | IGNORED_HERE
 """Fields that reach a completion as they are, or are refused there by name."""
@@ -61,7 +49,7 @@ NEVER = -100.0
 async def llama_completion(request: Request) -> Response:
     """Go on from a prompt, as llama.cpp has it."""
     served = served_by(request)
-    asked, content, headers = await _read(request, LlamaCompletionRequest)
+    asked, content, headers = await _read(request, llama_cpp.LlamaCompletionRequest)
     content["prompt"] = await served.in_thread(_joined, served, asked.prompt)
     return await _answer(request, asked, content, headers)
 
@@ -69,7 +57,7 @@ async def llama_completion(request: Request) -> Response:
 async def llama_infill(request: Request) -> Response:
     """Write the text between two others, as llama.cpp has it."""
     served = served_by(request)
-    asked, content, headers = await _read(request, LlamaInfillRequest)
+    asked, content, headers = await _read(request, llama_cpp.LlamaInfillRequest)
     form = served.infill
     if form is None:
         message = "The model has no fill-in-the-middle tokens; POST /completion goes on from a prompt."
@@ -111,7 +99,7 @@ def _max_tokens(n_predict: int | None, max_tokens: int | None) -> int | None:
     return n_predict if n_predict >= 0 else None
 
 
-def _form(asked: LlamaSampling) -> dict[str, Any] | None:
+def _form(asked: llama_cpp.LlamaSampling) -> dict[str, Any] | None:
     if asked.json_schema is not None:
         require(not asked.grammar, "grammar", asked.grammar, "absent beside json_schema")
         return {"json": asked.json_schema}
@@ -156,7 +144,7 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
 
 
 async def _answer(
-    request: Request, asked: LlamaSampling, content: Mapping[str, Any], headers: Mapping[str, str]
+    request: Request, asked: llama_cpp.LlamaSampling, content: Mapping[str, Any], headers: Mapping[str, str]
 ) -> Response:
     """Run a completion; errors have the fields' names of llama.cpp."""
     completion = read_as({name: value for name, value in content.items() if value is not None}, CompletionRequest)
@@ -237,7 +225,7 @@ class LlamaAnswer:
         }
 
 
-def timings(times: RequestMetrics, prompt: int, cached: int, predicted: int) -> LlamaTimings:
+def timings(times: RequestMetrics, prompt: int, cached: int, predicted: int) -> llama_cpp.LlamaTimings:
     """Counts and milliseconds; those of the answer begin with its first token."""
     computed = prompt - cached
     prompt_ms, predicted_ms = 1000 * (times.prefill_seconds or 0.0), 1000 * (times.decode_seconds or 0.0)
@@ -255,11 +243,11 @@ def timings(times: RequestMetrics, prompt: int, cached: int, predicted: int) -> 
     }
 
 
-def _logprob(token: int, row: Mapping[int, Logprob], count: int) -> LlamaLogprob:
+def _logprob(token: int, row: Mapping[int, Logprob], count: int) -> llama_cpp.LlamaLogprob:
     return {**_entry(token, row[token]), "top_logprobs": [_entry(*pair) for pair in likeliest(row)[:count]]}
 
 
-def _entry(token: int, known: Logprob) -> LlamaTokenLogprob:
+def _entry(token: int, known: Logprob) -> llama_cpp.LlamaTokenLogprob:
     return {
         "id": token,
         "token": known.decoded_token or "",
@@ -274,7 +262,7 @@ async def llama_props(request: Request) -> Response:
     client, defaults, named = served.client, served.client.default_sampling_params, served.tokenizer.special_tokens
     known = LLAMA_CPP.values(defaults, *(LLAMA_CPP.by_own.get(name, name) for name in BOUNDS))
     params = {name: value for name, value in known.items() if value is not None} | {"n_predict": -1}
-    found: LlamaProps = {
+    found: llama_cpp.LlamaProps = {
         "default_generation_settings": {"n_ctx": client.max_model_len, "params": params},
         "total_slots": client.settings.max_num_seqs,
         "model_alias": served.models.default,
@@ -295,7 +283,7 @@ async def llama_slots(request: Request) -> Response:
     running, most = (await served.client.stats()).num_running, served.client.settings.max_num_seqs
     if running >= most and request.query_params.get("fail_on_no_slot") not in (None, "", "0"):
         raise RequestError(503, "All slots are in use.", code="no_slot_available")
-    found: list[LlamaSlot] = [
+    found: list[llama_cpp.LlamaSlot] = [
         {"id": number, "n_ctx": served.client.max_model_len, "speculative": False, "is_processing": number < running}
         for number in range(most)
     ]
@@ -305,7 +293,7 @@ async def llama_slots(request: Request) -> Response:
 async def llama_apply_template(request: Request) -> Response:
     """The text of a conversation by the model's template."""
     served = served_by(request)
-    asked, headers = await read_body(request, LlamaTemplateRequest)
+    asked, headers = await read_body(request, llama_cpp.LlamaTemplateRequest)
     served.models.check(asked.model)
     begins = True if asked.add_generation_prompt is None else asked.add_generation_prompt
     as_tokens = TokenizeRequest(
@@ -313,17 +301,17 @@ async def llama_apply_template(request: Request) -> Response:
     )
     prompt = await chat_prompt(served, as_tokens, asked.messages, asked.tools)
     text = await served.in_thread(served.tokenizer.decode, prompt["prompt_token_ids"], skip_special_tokens=False)
-    found: LlamaPrompt = {"prompt": text}
+    found: llama_cpp.LlamaPrompt = {"prompt": text}
     return json_response(found, headers)
 
 
-_GENERATES: dict[str, Any] = {"answer": LlamaCompletion, "events": (LlamaCompletion,)}
+_GENERATES: dict[str, Any] = {"answer": llama_cpp.LlamaCompletion, "events": (llama_cpp.LlamaCompletion,)}
 
 ROUTES = (
-    Route("/completion", llama_completion, LlamaCompletionRequest, **_GENERATES),
-    Route("/completions", llama_completion, LlamaCompletionRequest, **_GENERATES),
-    Route("/infill", llama_infill, LlamaInfillRequest, **_GENERATES),
-    Route("/apply-template", llama_apply_template, LlamaTemplateRequest, LlamaPrompt),
-    Route("/props", llama_props, answer=LlamaProps),
-    Route("/slots", llama_slots, answer=list[LlamaSlot]),
+    Route("/completion", llama_completion, llama_cpp.LlamaCompletionRequest, **_GENERATES),
+    Route("/completions", llama_completion, llama_cpp.LlamaCompletionRequest, **_GENERATES),
+    Route("/infill", llama_infill, llama_cpp.LlamaInfillRequest, **_GENERATES),
+    Route("/apply-template", llama_apply_template, llama_cpp.LlamaTemplateRequest, llama_cpp.LlamaPrompt),
+    Route("/props", llama_props, answer=llama_cpp.LlamaProps),
+    Route("/slots", llama_slots, answer=list[llama_cpp.LlamaSlot]),
 )
