@@ -16,18 +16,7 @@ import msgspec
 from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
-from d3engine.server.requests.formats import (
-    EXAMPLE,
-    UNKNOWN_FORMAT,
-    AskedCalls,
-    ReasoningFormat,
-    ToolFormat,
-    json_rule,
-    reasoning_format_named,
-    reasoning_format_of,
-    tool_format_named,
-    tool_format_of,
-)
+from d3engine.server.requests import formats
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
 from d3engine.text.tokenizer import Tokenizer
 
@@ -35,7 +24,7 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
 
 _DESCRIPTION = "Described to the model."
-_TOOL = {"name": EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"name": formats.EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
 _NUM_KEPT = 8
 _CODE = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -43,7 +32,7 @@ _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b
 
 
 def _example(arguments: object) -> list[dict[str, Any]]:
-    call = {"id": "shownCall", "type": "function", "function": {"name": EXAMPLE, "arguments": arguments}}
+    call = {"id": "shownCall", "type": "function", "function": {"name": formats.EXAMPLE, "arguments": arguments}}
     return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
@@ -61,8 +50,8 @@ class ChatStyle:
     """
 
     shows_tools: bool = False
-    calls: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
+    calls: formats.ToolFormat | None = None
+    reasoning: formats.ReasoningFormat | None = None
     variables: frozenset[str] = frozenset()
     arguments_as_text: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
@@ -109,20 +98,20 @@ class ChatStyles:
             special_ids=specials,
         )
 
-    def _tool_format(self, rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:
-        found = tool_format_of(rendered, source, specials)
+    def _tool_format(self, rendered: str, source: str, specials: Mapping[str, int]) -> formats.ToolFormat | None:
+        found = formats.tool_format_of(rendered, source, specials)
         if self._tool_parser == "auto":
             return found
         if self._tool_parser == "none":
             return None
-        named = tool_format_named(self._tool_parser)
+        named = formats.tool_format_named(self._tool_parser)
         # A family may have two formats under one name, of which the template shows one.
         return found if found is not None and found.name.startswith(f"{named.name}_v") else named
 
-    def _reasoning_format(self, source: str) -> ReasoningFormat | None:
+    def _reasoning_format(self, source: str) -> formats.ReasoningFormat | None:
         if self._reasoning_parser == "auto":
-            return reasoning_format_of(source)
-        return None if self._reasoning_parser == "none" else reasoning_format_named(self._reasoning_parser)
+            return formats.reasoning_format_of(source)
+        return None if self._reasoning_parser == "none" else formats.reasoning_format_named(self._reasoning_parser)
 
     async def _rendered(self, template: str | None, arguments: object) -> str:
         """The example as the template writes it, special tokens included; "" where it refuses functions or calls."""
@@ -173,7 +162,7 @@ class Calling:
 
     kind: Literal["auto", "required", "named"]
     names: tuple[str, ...]
-    format: ToolFormat | None
+    format: formats.ToolFormat | None
     form: StructuredOutputsParams
     best_effort: StructuredOutputsParams | None = None
     schemas: Sequence[Mapping[str, Any]] = ()
@@ -183,7 +172,7 @@ class Calling:
 class Thinking:
     """How an answer marks its reasoning; `is_open`: the prompt has begun it."""
 
-    format: ReasoningFormat
+    format: formats.ReasoningFormat
     is_open: bool
 
     @property
@@ -192,7 +181,7 @@ class Thinking:
         return ("" if self.is_open else self.format.opening), self.format.closing
 
 
-def thinking_of(written: ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
+def thinking_of(written: formats.ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
     """How an answer to a prompt marks its reasoning; None where none can come."""
     is_open = end_of_prompt.rstrip().endswith(written.opening)
     is_closed = end_of_prompt.rstrip().endswith(written.closing)
@@ -271,11 +260,11 @@ def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: bool) -> Calling:
     names = tuple(tool.function.name for tool in tools)
-    written = style.calls or UNKNOWN_FORMAT
+    written = style.calls or formats.UNKNOWN_FORMAT
     reasoning = None if style.reasoning is None else style.reasoning.opening
     with fault_of_tools(names):
         schemas = list(map(_arguments, tools))
-        asked = AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
+        asked = formats.AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
         if choice == "auto":
             loose = written.grammar(replace(asked, schemas=[_ANY_ARGUMENTS] * len(tools)))
             is_strict = any(tool.function.strict for tool in tools)
@@ -289,7 +278,7 @@ def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: b
         if choice == "required":
             return Calling("required", names, written, written.grammar(asked), schemas=schemas)
         if style.calls is None:
-            form = StructuredOutputsParams(grammar=f"start: {json_rule(schemas[0])}")
+            form = StructuredOutputsParams(grammar=f"start: {formats.json_rule(schemas[0])}")
             return Calling("named", names, None, form)
         form = written.grammar(replace(asked, several=False))
         return Calling("named", names, written, form, schemas=schemas)

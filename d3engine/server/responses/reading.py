@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from d3engine.server.requests.formats import (
-    SPACE,
-    UNKNOWN_FORMAT,
-    Parts,
-    PythonFormat,
-    ReasoningFormat,
-    ToolFormat,
-    XmlFormat,
-    is_raw_text,
-)
+from d3engine.server.requests import formats
 from d3engine.server.requests.tools import Calling
 
 LONGEST_HEAD = 300
@@ -75,7 +66,7 @@ class CallReader:
     def _openings(self) -> tuple[str, ...]:
         return () if self._format is None else self._format.openings
 
-    def _next(self, written: ToolFormat) -> Piece | None:
+    def _next(self, written: formats.ToolFormat) -> Piece | None:
         """The next piece of what waits; None where more must come first."""
         if self._may_be_bare:
             is_bare = self._begins_bare(written)
@@ -97,19 +88,19 @@ class CallReader:
             return self._begin(head["name"])
         return None
 
-    def _arguments_of(self, name: str, written: ToolFormat) -> _Arguments:
-        if isinstance(written, XmlFormat):
+    def _arguments_of(self, name: str, written: formats.ToolFormat) -> _Arguments:
+        if isinstance(written, formats.XmlFormat):
             schemas = dict(zip(self._calling.names, self._calling.schemas, strict=False))
             return _XmlArguments(schemas.get(name, {}))
-        return _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
+        return _PythonArguments() if isinstance(written, formats.PythonFormat) else _JsonArguments()
 
-    def _begins_bare(self, written: ToolFormat) -> bool:
-        after = "" if isinstance(written, PythonFormat) else rf"{SPACE}\{{"
+    def _begins_bare(self, written: formats.ToolFormat) -> bool:
+        after = "" if isinstance(written, formats.PythonFormat) else rf"{formats.SPACE}\{{"
         return any(_bare_pattern(written, name, after).match(self._waiting) for name in self._calling.names)
 
-    def _may_become_bare(self, written: ToolFormat) -> bool:
+    def _may_become_bare(self, written: formats.ToolFormat) -> bool:
         """Whether what waits can go on to be the beginning of a bare call."""
-        ends: Parts = [] if isinstance(written, PythonFormat) else [["{"]]
+        ends: formats.Parts = [] if isinstance(written, formats.PythonFormat) else [["{"]]
         heads = written.bare_parts(self._calling.names)
         return len(self._waiting) < LONGEST_HEAD and any(_may_become(self._waiting, [*one, *ends]) for one in heads)
 
@@ -125,7 +116,7 @@ class CallReader:
 
     def _begin(self, name: str) -> Piece:
         self.num_calls += 1
-        return Piece("", self.num_calls - 1, (self._format or UNKNOWN_FORMAT).new_id(), name)
+        return Piece("", self.num_calls - 1, (self._format or formats.UNKNOWN_FORMAT).new_id(), name)
 
 
 def _num_begun(text: str, mark: str) -> int:
@@ -134,16 +125,16 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 @lru_cache(64)
-def _head_pattern(written: ToolFormat) -> re.Pattern[str]:
+def _head_pattern(written: formats.ToolFormat) -> re.Pattern[str]:
     return written.head_pattern()
 
 
 @lru_cache(1024)
-def _bare_pattern(written: ToolFormat, name: str, after: str) -> re.Pattern[str]:
+def _bare_pattern(written: formats.ToolFormat, name: str, after: str) -> re.Pattern[str]:
     return re.compile(written.bare_pattern(name) + after if written.is_bare else "(?!)")
 
 
-def _may_become(text: str, parts: Parts) -> bool:
+def _may_become(text: str, parts: formats.Parts) -> bool:
     """Whether a text can go on to be these parts with space between them; each is one of several."""
     for options in parts:
         text = text.lstrip()
@@ -251,7 +242,7 @@ class _XmlArguments(_Arguments):
     def _written(self, name: str, value: str) -> str:
         own = (self._schema.get("properties") or {}).get(name)
         shared = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
-        is_text = isinstance(own, Mapping) and is_raw_text({**own, **shared})
+        is_text = isinstance(own, Mapping) and formats.is_raw_text({**own, **shared})
         return self._member(name, json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value)))
 
 
@@ -267,7 +258,7 @@ def _as_json(value: str) -> str:
 class ReasoningReader:
     """Parts an answer into its reasoning, which the prompt has begun where it `is_open`, and what follows it."""
 
-    def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
+    def __init__(self, written: formats.ReasoningFormat, *, is_open: bool) -> None:
         self._format = written
         self._waiting = ""
         self._is_reasoning: bool | None = True if is_open else None
