@@ -121,18 +121,6 @@ def test_without_calls_tools_change_nothing(openai: Any) -> None:
     assert with_tools.choices[0].message == plain
 
 
-def test_earlier_calls_and_results_are_part_of_a_conversation(openai: Any) -> None:
-    """Earlier calls and their results are part of a conversation."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "count", "arguments": '{"many": 5}'}}
-    told: list[Any] = [
-        *MESSAGES,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
-    ]
-    answer = openai.chat.completions.create(**CHAT | {"messages": told}, max_tokens=4)
-    assert answer.choices[0].message.tool_calls is None
-
-
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
