@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import RequestContext, TextPlaces
-from d3engine.server.responses.extras import LogprobWords, of_prompt
+from d3engine.server.responses.context import LogprobWords, RequestContext, TextPlaces, of_prompt
 from d3engine.server.responses.reading import CallReader, Piece, ReasoningReader
 from d3engine.server.schemas import answers
 from d3engine.server.schemas.requests import ChatRequest

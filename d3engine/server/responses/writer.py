@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.extras import UsageCounter
+from d3engine.server.responses.context import RequestContext, UsageCounter
 from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, whole_output
 from d3engine.server.responses.streams import OPENAI_FORM, EventStream, StreamForm
 from d3engine.server.schemas.answers import (

@@ -18,8 +18,7 @@ from d3engine.server.requests.bodies import as_shape, json_object, known_names, 
 from d3engine.server.requests.chat import chat_prompt
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.sampling import by_names, check_penalty_window
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.extras import LOWEST, UsageCounter, likeliest
+from d3engine.server.responses.context import LOWEST, RequestContext, UsageCounter, likeliest
 from d3engine.server.responses.running import whole_output
 from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import respond

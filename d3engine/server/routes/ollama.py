@@ -29,8 +29,7 @@ from d3engine.server.requests.bodies import known_names, read_as, read_body
 from d3engine.server.requests.chat import job_of
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.sampling import by_names, check_penalty_window
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.extras import LogprobWords, UsageCounter
+from d3engine.server.responses.context import LogprobWords, RequestContext, UsageCounter
 from d3engine.server.responses.running import whole_output
 from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
