@@ -38,15 +38,10 @@ def _example(arguments: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ChatStyle:
-    """What is known of a chat template.
+    """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
 
-    Attributes:
-        shows_tools: whether it shows functions to the model.
-        calls: the format of calls, None where it is unknown.
-        reasoning: the format of reasoning, None where it has none.
-        variables: those of its variables that switch reasoning.
-        arguments_as_text: whether it writes the arguments of earlier calls only if they are JSON text.
-        special_ids: the tokenizer's special tokens by their spelling.
+    `variables` are those that switch reasoning. With `arguments_as_text` it writes the arguments of earlier calls only
+    if they are JSON text. `special_ids` are the tokenizer's special tokens by their spelling.
     """
 
     shows_tools: bool = False
@@ -219,12 +214,9 @@ def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyl
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request's tools come to.
+    """What a request's tools come to: functions as the template gets them, without `strict`, and how they are called.
 
-    Attributes:
-        shown: the functions as the template gets them, which is without `strict`; None: it gets none.
-        calling: how the answer calls them; None: it is text.
-        ignored: the fields that change nothing, for the header that names them.
+    `ignored` are the fields that change nothing, for the header that names them.
     """
 
     shown: Sequence[Mapping[str, Any]] | None = None

@@ -236,14 +236,8 @@ def of_prompt(rows: Iterable[Row | None]) -> answers.PromptLogprobs:
 class TextPlaces:
     """Follows one choice from the first token whose place is asked for.
 
-    Both halves of a character that is cut begin in the same place, where it becomes whole.
-
-    Args:
-        texts: of the model's tokens.
-        prompt_token_ids: what the answer goes on from.
-        hidden: ids that are in no text.
-        start: characters that stand before the first token.
-        drops_space: whether the text has lost the space at its very beginning, if there was one.
+    Both halves of a character that is cut begin in the same place, where it becomes whole. Ids that are `hidden` are in
+    no text, `start` characters stand before the first token, and with `drops_space` the text has lost a space there.
     """
 
     def __init__(

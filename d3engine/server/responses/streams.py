@@ -50,9 +50,7 @@ class EventStream(Response):
 
     Args:
         events: each item is one or more whole events. An error before the first is raised; a later one ends the stream.
-        headers: further ones of the response.
         ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
-        form: whose events they are.
         straight: by which events after the first may go past this response, while its connection has an outlet.
     """
 
