@@ -69,13 +69,11 @@ class TrafficGuard:
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if self._traffic.is_draining and scope["path"] not in OPEN_PATHS | {METRICS_PATH}:
+        is_http = scope["type"] == "http"
+        if is_http and self._traffic.is_draining and scope["path"] not in OPEN_PATHS | {METRICS_PATH}:
             headers = {"Retry-After": RETRY_AFTER}
             raise RequestError(503, "The server is shutting down.", code="draining", headers=headers)
-        if scope["method"] not in WITH_BODY:
+        if not is_http or scope["method"] not in WITH_BODY:
             await self.app(scope, receive, send)
             return
         with self._traffic.place() as place:
