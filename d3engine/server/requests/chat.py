@@ -13,17 +13,9 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import invalid
+from d3engine.server.requests import sampling
 from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.requests.completions import prepare_all, take_places
-from d3engine.server.requests.sampling import (
-    by_names,
-    check_num_logprobs,
-    check_stream_options,
-    depth_header,
-    form_of,
-    named,
-    sampling_params,
-)
 from d3engine.server.requests.tools import (
     ChatStyle,
     Thinking,
@@ -150,24 +142,24 @@ async def job_of(
     """
     served = served_by(request)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
-    check_stream_options(asked)
+    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
+    sampling.check_stream_options(asked)
     check_priority(served, asked.priority)
-    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     style = await _style(served, asked)
     tools = tool_use_of(asked, style)
     calling, ignored = tools.calling, tools.ignored
     asked = _with_thinking(asked, style)
     max_tokens = _max_tokens(asked)
-    form = form_of(asked) if calling is None else calling.form
+    form = sampling.form_of(asked) if calling is None else calling.form
     decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
     if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
     names = {"prompt": "messages"} | (CHAT.by_own if asked.max_completion_tokens is not None else {})
     field = "response_format" if asked.structured_outputs is None else "structured_outputs"
-    with by_names(names), named(field) if calling is None else fault_of_tools(calling.names):
+    with sampling.by_names(names), sampling.named(field) if calling is None else fault_of_tools(calling.names):
         check_work(request, asked)
-        params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+        params = sampling.sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         thinking = None
@@ -281,7 +273,7 @@ def _max_tokens(asked: ChatRequest) -> int | None:
 
 
 def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
-    check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
+    sampling.check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
     return asked.top_logprobs or 0 if asked.logprobs else None

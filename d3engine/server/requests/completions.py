@@ -14,15 +14,8 @@ from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
 from d3engine.server.errors import RequestError, invalid
+from d3engine.server.requests import sampling
 from d3engine.server.requests.bodies import check_priority, check_work
-from d3engine.server.requests.sampling import (
-    check_num_logprobs,
-    check_stream_options,
-    depth_header,
-    form_of,
-    named,
-    sampling_params,
-)
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import CompletionRequest, Prompt
 from d3engine.server.state import AppState, served_by
@@ -150,11 +143,11 @@ async def completion_job_of(
     """What to run for a completion, wholly checked; `ends_with_context` and errors are those of `chat.job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
-    check_stream_options(asked)
+    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
+    sampling.check_stream_options(asked)
     check_priority(served, asked.priority)
-    check_num_logprobs("logprobs", asked.logprobs, served.settings)
-    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    sampling.check_num_logprobs("logprobs", asked.logprobs, served.settings)
+    sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = asked.max_tokens
     if asked.suffix is None and asked.input_extra:
         raise invalid("input_extra", "input_extra must be absent where there is no suffix.")
@@ -162,8 +155,8 @@ async def completion_job_of(
     beside = "".join([asked.suffix or "", *(one.text for one in asked.input_extra or ())])
     check_work(request, asked, [*prompts[:-1], str(prompts[-1]) + beside] if beside else prompts, asked.best_of)
     one_at_least = 1 if max_tokens == 0 else max_tokens
-    decided = {"max_tokens": one_at_least, "structured_outputs": form_of(asked), **_several(asked)}
-    params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+    decided = {"max_tokens": one_at_least, "structured_outputs": sampling.form_of(asked), **_several(asked)}
+    params = sampling.sampling_params(asked, served.client.default_sampling_params, depth, **decided)
     take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
     if asked.suffix is not None:
         prompts, ends = await infilled(served, prompts, asked)
@@ -171,7 +164,7 @@ async def completion_job_of(
     elif asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
-    with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
+    with sampling.named("response_format" if asked.structured_outputs is None else "structured_outputs"):
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
     trace = trace_of(request.scope)
     return RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, trace=trace)

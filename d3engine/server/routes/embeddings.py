@@ -28,16 +28,7 @@ from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import whole_output
 from d3engine.server.routes.api import Route
-from d3engine.server.schemas.embeddings import (
-    DIMENSIONS,
-    EmbeddingList,
-    EmbeddingRequest,
-    Ranked,
-    Ranking,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-)
+from d3engine.server.schemas import embeddings
 from d3engine.server.schemas.requests import ChatRequest, Prompt
 from d3engine.server.state import AppState, json_response, served_by
 
@@ -50,7 +41,7 @@ MAX_INPUTS = 2048
 async def create_embeddings(request: Request) -> Response:
     """Embed texts."""
     served = served_by(request)
-    asked, headers = await read_body(request, EmbeddingRequest)
+    asked, headers = await read_body(request, embeddings.EmbeddingRequest)
     model = served.models.check(asked.model)
     check_priority(served, asked.priority)
     encoding = asked.encoding_format or "float"
@@ -66,7 +57,7 @@ async def create_embeddings(request: Request) -> Response:
         add_special_tokens=asked.add_special_tokens is not False,
         priority=asked.priority,
     )
-    answer: EmbeddingList = {
+    answer: embeddings.EmbeddingList = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
@@ -108,7 +99,7 @@ async def embedded(
     served = served_by(request)
     params = pooling_params(await _pooling(served, pooling))
     if dimensions is not None:
-        DIMENSIONS.check("dimensions", dimensions)
+        embeddings.DIMENSIONS.check("dimensions", dimensions)
         size = served.client.config.hidden_size
         require(dimensions <= size, "dimensions", dimensions, f"at most {size}, the model's own")
     with by_names({"prompt": field, "prompt_token_ids": field}):
@@ -197,14 +188,14 @@ async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
 
 async def create_scores(request: Request) -> Response:
     """Score pairs of texts."""
-    asked, headers = await read_body(request, ScoreRequest)
+    asked, headers = await read_body(request, embeddings.ScoreRequest)
     queries, documents = ([one] if isinstance(one, str) else one for one in (asked.text_1, asked.text_2))
     if len(queries) == 1:
         queries = queries * len(documents)
     allowed = f"one text, or as many as text_2 has ({len(documents)})"
     require(len(queries) == len(documents), "text_1", f"{len(queries)} texts", allowed)
     model, scores, num_tokens = await _scored(request, asked, list(zip(queries, documents, strict=True)), "text_2")
-    answer: ScoreList = {
+    answer: embeddings.ScoreList = {
         "id": f"score-{os.urandom(16).hex()}",
         "object": "list",
         "created": int(time.time()),
@@ -217,16 +208,18 @@ async def create_scores(request: Request) -> Response:
 
 async def create_ranking(request: Request) -> Response:
     """Rank documents for a query."""
-    asked, headers = await read_body(request, RerankRequest)
+    asked, headers = await read_body(request, embeddings.RerankRequest)
     most = len(asked.documents) if asked.top_n is None else require_integer("top_n", asked.top_n, 1)
     pairs = [(asked.query, document) for document in asked.documents]
     model, scores, num_tokens = await _scored(request, asked, pairs, "documents")
-    results: list[Ranked] = [{"index": index, "relevance_score": score} for index, score in enumerate(scores)]
+    results: list[embeddings.Ranked] = [
+        {"index": index, "relevance_score": score} for index, score in enumerate(scores)
+    ]
     if asked.return_documents is not False:
         for one in results:
             one["document"] = {"text": asked.documents[one["index"]]}
     results.sort(key=lambda one: -one["relevance_score"])
-    answer: Ranking = {
+    answer: embeddings.Ranking = {
         "id": f"rerank-{os.urandom(16).hex()}",
         "model": model,
         "results": results[:most],
@@ -236,7 +229,10 @@ async def create_ranking(request: Request) -> Response:
 
 
 async def _scored(
-    request: Request, asked: ScoreRequest | RerankRequest, pairs: Sequence[tuple[str, str]], field: str
+    request: Request,
+    asked: embeddings.ScoreRequest | embeddings.RerankRequest,
+    pairs: Sequence[tuple[str, str]],
+    field: str,
 ) -> tuple[str, list[float], int]:
     """The model's name, the scores of (query, document) pairs, and how many tokens these had. Raises as `job_of`."""
     served = served_by(request)
@@ -261,9 +257,9 @@ async def _score(served: AppState, yes: EngineRequest, no: EngineRequest) -> flo
 
 
 ROUTES = (
-    Route("/v1/embeddings", create_embeddings, EmbeddingRequest, EmbeddingList),
-    Route("/v1/score", create_scores, ScoreRequest, ScoreList),
-    Route("/score", create_scores, ScoreRequest, ScoreList),
-    Route("/v1/rerank", create_ranking, RerankRequest, Ranking),
-    Route("/rerank", create_ranking, RerankRequest, Ranking),
+    Route("/v1/embeddings", create_embeddings, embeddings.EmbeddingRequest, embeddings.EmbeddingList),
+    Route("/v1/score", create_scores, embeddings.ScoreRequest, embeddings.ScoreList),
+    Route("/score", create_scores, embeddings.ScoreRequest, embeddings.ScoreList),
+    Route("/v1/rerank", create_ranking, embeddings.RerankRequest, embeddings.Ranking),
+    Route("/rerank", create_ranking, embeddings.RerankRequest, embeddings.Ranking),
 )

@@ -12,22 +12,8 @@ from starlette.responses import Response
 from d3engine.errors import must_be, require
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import anthropics_error_body, invalid
+from d3engine.server.requests import chat
 from d3engine.server.requests.bodies import read_body
-from d3engine.server.requests.chat import (
-    TurnForm,
-    chat_fields,
-    chat_prompt,
-    function_tool,
-    job_of,
-    merged,
-    read_content,
-    read_role,
-    read_text,
-    read_turn,
-    tool_use,
-    unknown_in_parts,
-    unknown_in_turns,
-)
 from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import StreamForm, named_event
@@ -49,10 +35,10 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation, as Anthropic has it."""
     asked, headers = await read_body(request, MessagesRequest, _unknown_in)
     fields = {name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()}
-    chat = _chat_of(asked, response_format=_form_of(asked), **fields)
+    conversation = _chat_of(asked, response_format=_form_of(asked), **fields)
     thinks = dict.fromkeys(("enable_thinking", "thinking_token_budget"), "thinking")
     with by_names({**MESSAGES.by_own, "response_format": "output_config", **thinks}):
-        job, headers = await job_of(request, chat, headers, id_prefix="msg_", ends_with_context=True)
+        job, headers = await chat.job_of(request, conversation, headers, id_prefix="msg_", ends_with_context=True)
     return await respond(job, MessageAnswer(job), headers)
 
 
@@ -61,17 +47,17 @@ async def count_message_tokens(request: Request) -> Response:
     served = served_by(request)
     asked, headers = await read_body(request, CountTokensRequest, _unknown_in)
     served.models.check(asked.model)
-    chat = _chat_of(asked)
+    conversation = _chat_of(asked)
     with by_names({"enable_thinking": "thinking"}):
-        tools, chat = await tool_use(served, chat)
-    prompt = await chat_prompt(served, chat, chat.messages, tools.shown)
+        tools, conversation = await chat.tool_use(served, conversation)
+    prompt = await chat.chat_prompt(served, conversation, conversation.messages, tools.shown)
     found: TokenCount = {"input_tokens": len(prompt["prompt_token_ids"])}
     return json_response(found, served.ignored.header(tools.ignored, headers))
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
 
-TURNS = TurnForm(
+TURNS = chat.TurnForm(
     field="messages",
     roles={"user": "user", "assistant": "assistant", "system": "system"},
     kinds=("text",),
@@ -89,15 +75,15 @@ def read_message_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages of a chat. Raises `InvalidValueError` naming the place of what is none."""
     require(len(turns) > 0, "messages", turns, "a list of at least one message")
     found = [message for place, turn in enumerate(turns) for message in _read(f"messages[{place}]", turn)]
-    return merged(found)
+    return chat.merged(found)
 
 
 def _read(name: str, turn: Any) -> list[dict[str, Any]]:
     """One turn: results come first, since they answer the turn before."""
     content = turn.get("content") if isinstance(turn, dict) else None
     if not isinstance(content, list) or not any(_kind(part) in TURNS.others for part in content):
-        return [read_turn(name, turn, TURNS)]
-    role = read_role(name, turn, TURNS)
+        return [chat.read_turn(name, turn, TURNS)]
+    role = chat.read_role(name, turn, TURNS)
     texts, calls, results, reasoning = [], [], [], []
     for place, part in enumerate(content):
         where, kind = f"{name}.content[{place}]", _kind(part)
@@ -111,7 +97,7 @@ def _read(name: str, turn: Any) -> list[dict[str, Any]]:
             require(role == "user", f"{name}.role", role, "'user' for a block of type tool_result")
             results.append(_result(where, part))
         else:
-            texts.append(read_text(where, part, TURNS))
+            texts.append(chat.read_text(where, part, TURNS))
     said: dict[str, Any] = {"role": role, "content": texts or ""}
     if reasoning:
         said["reasoning_content"] = "\n".join(reasoning)
@@ -143,11 +129,11 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
     fits = isinstance(part.get("tool_use_id"), str)
     require(fits, name, part, '{"type": "tool_result", "tool_use_id": a string, "content": a text or texts}')
     given = part.get("content")
-    content = "" if given in (None, []) else read_content(f"{name}.content", given, TURNS)
+    content = "" if given in (None, []) else chat.read_content(f"{name}.content", given, TURNS)
     return {"role": "tool", "tool_call_id": part["tool_use_id"], "content": content}
 
 
-CHAT_FIELDS = chat_fields(MessagesRequest, MESSAGES, "messages", "tools", "tool_choice", "chat_template_kwargs")
+CHAT_FIELDS = chat.chat_fields(MessagesRequest, MESSAGES, "messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
 def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
@@ -155,7 +141,7 @@ def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
     messages = read_message_turns(asked.messages)
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if asked.system is not None and asked.system != []:
-        messages.insert(0, {"role": "system", "content": read_content("system", asked.system, TURNS)})
+        messages.insert(0, {"role": "system", "content": chat.read_content("system", asked.system, TURNS)})
     beside = {"chat_template_kwargs": asked.chat_template_kwargs, **_thinking_of(asked), **_tools_of(asked)}
     return ChatRequest(messages=messages, continue_final_message=continues, **beside, **fields)
 
@@ -194,14 +180,14 @@ def _tools_of(asked: CountTokensRequest) -> dict[str, Any]:
     words: dict[str, Any] = {"none": "none", "any": "required"}
     named = {"type": "function", "function": {"name": choice.name}} if choice is not None else None
     return {
-        "tools": [function_tool(one.name, one.description, one.input_schema, one.strict) for one in asked.tools],
+        "tools": [chat.function_tool(one.name, one.description, one.input_schema, one.strict) for one in asked.tools],
         "tool_choice": "auto" if choice is None or choice.type == "auto" else words.get(choice.type, named),
         "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
     }
 
 
 def _unknown_in(asked: CountTokensRequest) -> list[str]:
-    return [*unknown_in_parts("system", asked.system, TURNS), *unknown_in_turns(asked.messages, TURNS)]
+    return [*chat.unknown_in_parts("system", asked.system, TURNS), *chat.unknown_in_turns(asked.messages, TURNS)]
 
 
 # -- answers --------------------------------------------------------------------------------------------------------

@@ -14,16 +14,8 @@ from starlette.responses import Response
 from d3engine.errors import must_be, require
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import RequestError, invalid, shown_message
+from d3engine.server.requests import chat
 from d3engine.server.requests.bodies import read_body
-from d3engine.server.requests.chat import (
-    TurnForm,
-    chat_fields,
-    function_tool,
-    job_of,
-    read_content,
-    read_turn,
-    unknown_in_turns,
-)
 from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.streams import StreamForm, named_event
@@ -42,7 +34,7 @@ from d3engine.server.schemas.responses import (
 async def create_response(request: Request) -> Response:
     """Answer a conversation, as OpenAI's responses."""
     asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
-    chat = ChatRequest(
+    conversation = ChatRequest(
         messages=_messages(asked),
         response_format=_form_of(asked),
         tools=_tools_of(asked),
@@ -52,13 +44,13 @@ async def create_response(request: Request) -> Response:
     )
     names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
     with by_names(RESPONSES.by_own | names):
-        job, headers = await job_of(request, chat, headers, id_prefix="resp_")
+        job, headers = await chat.job_of(request, conversation, headers, id_prefix="resp_")
     return await respond(job, ResponseAnswer(job, asked), headers)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
 
-TURNS = TurnForm(
+TURNS = chat.TurnForm(
     field="input",
     roles={"user": "user", "assistant": "assistant", "system": "system", "developer": "system"},
     kinds=("input_text", "output_text"),
@@ -90,7 +82,7 @@ def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
         elif kind == RESULT:
             found.append(_result(name, item))
         else:
-            found.append(read_turn(name, item, TURNS))
+            found.append(chat.read_turn(name, item, TURNS))
         if reasoning and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"] = reasoning
         reasoning = None
@@ -102,7 +94,7 @@ def unknown_in_items(items: object) -> list[str]:
     turns = [item for item in given if _kind(item) not in FIELDS]
     others = [item for item in given if _kind(item) in FIELDS]
     unknown = [f"input.{field}" for item in others for field in item if field not in FIELDS[item["type"]]]
-    return list(dict.fromkeys([*unknown_in_turns(turns, TURNS), *unknown]))
+    return list(dict.fromkeys([*chat.unknown_in_turns(turns, TURNS), *unknown]))
 
 
 def _kind(item: Any) -> str | None:
@@ -128,11 +120,11 @@ def _reasoning(name: str, item: dict[str, Any]) -> str:
 
 def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
     require(isinstance(item.get("call_id"), str), f"{name}.call_id", item.get("call_id"), "a string")
-    content = read_content(f"{name}.output", item.get("output"), TURNS)
+    content = chat.read_content(f"{name}.output", item.get("output"), TURNS)
     return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
-CHAT_FIELDS = chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
+CHAT_FIELDS = chat.chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -159,7 +151,7 @@ def _form_of(asked: ResponsesRequest) -> dict[str, Any] | None:
 
 def _tools_of(asked: ResponsesRequest) -> list[dict[str, Any]] | None:
     """`tools` as a chat has them; an empty list is none."""
-    tools = [function_tool(one.name, one.description, one.parameters, one.strict) for one in asked.tools or ()]
+    tools = [chat.function_tool(one.name, one.description, one.parameters, one.strict) for one in asked.tools or ()]
     return tools or None
 
 
