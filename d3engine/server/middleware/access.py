@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hmac import compare_digest
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,25 +40,16 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 METRICS_PATH = "/metrics"
 
 
-class KeySet:
-    """Some keys, known by their SHA-256 alone."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def known(self, given: Iterable[bytes]) -> str | None:
-        """A name for the key among `given`, None without one, in a time that says nothing of how much of a key was
-        right, nor of which."""
-        digests = [_digest(one) for one in given]
-        matches = [known for known in self._digests for one in digests if compare_digest(one, known)]
-        return matches[0].hex() if matches else None
+def digests(keys: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(key).digest() for key in keys]
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def known_key(known: Sequence[bytes], given: Iterable[bytes]) -> str | None:
+    """A name for a key of these digests among `given`, None without one, in a time that says nothing of how much of a
+    key was right, nor of which."""
+    hashed = digests(given)
+    matches = [one for one in known for other in hashed if compare_digest(other, one)]
+    return matches[0].hex() if matches else None
 
 
 class AccessGuard:
@@ -74,7 +65,7 @@ class AccessGuard:
         hosts: frozenset[str] | None = None,
     ) -> None:
         self.app = app
-        self._api, self._metrics = KeySet(api_keys), KeySet(metrics_keys)
+        self._api, self._metrics = (digests(key.encode() for key in keys) for keys in (api_keys, metrics_keys))
         self._open_paths = open_paths
         self._hosts = hosts
 
@@ -99,10 +90,10 @@ class AccessGuard:
         if not self._api and not is_for_metrics:
             return
         given = list(_keys_of(scope))
-        key = self._api.known(given)
+        key = known_key(self._api, given)
         is_known = key is not None
         if is_for_metrics:
-            is_known |= self._metrics.known(given) is not None
+            is_known |= known_key(self._metrics, given) is not None
         if is_known:
             scope.setdefault("state", {})["api_key"] = key or ""  # by which requests take turns
             return
