@@ -69,9 +69,9 @@ async def prepare_all(
     prompts: Sequence[Any],
     params: SamplingParams,
     *,
-    priority: int | None,
-    max_tokens: int | None,
     model: str,
+    priority: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[EngineRequest]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 

@@ -29,7 +29,7 @@ from d3engine.server.responses.context import RequestContext
 from d3engine.server.responses.running import whole_output
 from d3engine.server.routes.api import Route
 from d3engine.server.schemas import embeddings
-from d3engine.server.schemas.requests import ChatRequest, Prompt
+from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.state import AppState, json_response, served_by
 
 T = TypeVar("T")
@@ -46,17 +46,7 @@ async def create_embeddings(request: Request) -> Response:
     check_priority(served, asked.priority)
     encoding = asked.encoding_format or "float"
     require(encoding in ("float", "base64"), "encoding_format", encoding, '"float" or "base64"')
-    vectors, num_tokens = await embedded(
-        request,
-        asked.input,
-        model,
-        field="input",
-        pooling=asked.pooling,
-        normalize=asked.normalize is not False,
-        dimensions=asked.dimensions,
-        add_special_tokens=asked.add_special_tokens is not False,
-        priority=asked.priority,
-    )
+    vectors, num_tokens = await embedded(request, asked, model)
     answer: embeddings.EmbeddingList = {
         "object": "list",
         "data": [
@@ -77,42 +67,29 @@ def _encoded(vector: FloatArray, encoding: str) -> list[float] | str:
 
 
 async def embedded(
-    request: Request,
-    given: Prompt,
-    model: str,
-    *,
-    field: str,
-    pooling: str | None = None,
-    normalize: bool = True,
-    dimensions: int | None = None,
-    add_special_tokens: bool = True,
-    truncate: bool = False,
-    priority: int | None = None,
+    request: Request, asked: embeddings.EmbeddingRequest, model: str, *, field: str = "input", truncate: bool = False
 ) -> tuple[list[FloatArray], int]:
-    """The embeddings of what stands in this field, and how many tokens that had; with `truncate` of its beginning
-    where it is too long.
+    """The embeddings of the input, and how many tokens that had; with `truncate` of its beginning where it is too long.
 
-    Raises `RequestError` and `InvalidValueError` naming the field.
-
-    Inputs of one request run side by side in as many places as are free, and one at least.
+    Raises `RequestError` and `InvalidValueError` naming `field`, which the interface has for it. Inputs of one request
+    run side by side in as many places as are free, and one at least.
     """
     served = served_by(request)
-    params = pooling_params(await _pooling(served, pooling))
-    if dimensions is not None:
+    params = pooling_params(await _pooling(served, asked.pooling))
+    if (dimensions := asked.dimensions) is not None:
         embeddings.DIMENSIONS.check("dimensions", dimensions)
         size = served.client.config.hidden_size
         require(dimensions <= size, "dimensions", dimensions, f"at most {size}, the model's own")
     with by_names({"prompt": field, "prompt_token_ids": field}):
-        prompts = prompts_of(given, served, MAX_INPUTS)
+        prompts = prompts_of(asked.input, served, MAX_INPUTS)
         check_texts(served, prompts)
-        if not add_special_tokens:
+        if asked.add_special_tokens is False:
             prompts = await without_special_tokens(served, prompts)
         if truncate:
             prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
-        limits = {"priority": priority, "max_tokens": None}
-        prepared = await prepare_all(request, prompts, params, model=model, **limits)
+        prepared = await prepare_all(request, prompts, params, model=model, priority=asked.priority)
     most = places_side_by_side(request, len(prepared))
-    finish = {"normalize": normalize, "dimensions": dimensions}
+    finish = {"normalize": asked.normalize is not False, "dimensions": dimensions}
     vectors = await all_of([_vector(served, one, finish) for one in prepared], most)
     return vectors, sum(len(one.prompt_token_ids) for one in prepared)
 
@@ -245,8 +222,7 @@ async def _scored(
         params = [answer_params(served.tokenizer.encode(one, add_special_tokens=False), one) for one in ANSWERS]
         chat = ChatRequest(messages=[], chat_template_kwargs=TEMPLATE_VARIABLES)
         prompts = [await chat_prompt(served, chat, judgement(*pair, asked.instruction)) for pair in pairs]
-        limits = {"priority": asked.priority, "max_tokens": None}
-        yes, no = [await prepare_all(request, prompts, one, model=model, **limits) for one in params]
+        yes, no = [await prepare_all(request, prompts, one, model=model, priority=asked.priority) for one in params]
     most = places_side_by_side(request, len(pairs))
     scores = await all_of([_score(served, *two) for two in zip(yes, no, strict=True)], most)
     return model, scores, sum(len(one.prompt_token_ids) for one in yes)

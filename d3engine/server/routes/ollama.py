@@ -35,7 +35,7 @@ from d3engine.server.responses.streams import StreamForm
 from d3engine.server.responses.writer import Delta, SingleAnswer, respond
 from d3engine.server.routes.api import Route, further_models
 from d3engine.server.routes.embeddings import embedded
-from d3engine.server.schemas import answers, ollama
+from d3engine.server.schemas import answers, embeddings, ollama
 from d3engine.server.schemas.requests import OLLAMA, PREDICTED, ChatRequest, Common, CompletionRequest
 from d3engine.server.state import AppState, json_response, served_by
 
@@ -327,10 +327,8 @@ async def ollama_embed(request: Request) -> Response:
     began = time.monotonic()
     asked, headers = await read_body(request, ollama.OllamaEmbedRequest)
     model = model_of(served_by(request), asked.model)
-    cut = asked.truncate is not False
-    vectors, num_tokens = await embedded(
-        request, asked.input, model, field="input", dimensions=asked.dimensions, truncate=cut
-    )
+    given = embeddings.EmbeddingRequest(input=asked.input, dimensions=asked.dimensions)
+    vectors, num_tokens = await embedded(request, given, model, truncate=asked.truncate is not False)
     answer: ollama.OllamaEmbedAnswer = {
         "model": asked.model,
         "embeddings": [vector.tolist() for vector in vectors],
@@ -346,7 +344,8 @@ async def ollama_embeddings(request: Request) -> Response:
     asked, headers = await read_body(request, ollama.OllamaEmbeddingsRequest)
     model = model_of(served_by(request), asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
-    vectors, _ = await embedded(request, asked.prompt or "", model, field="prompt", normalize=False, truncate=True)
+    given = embeddings.EmbeddingRequest(input=asked.prompt or "", normalize=False)
+    vectors, _ = await embedded(request, given, model, field="prompt", truncate=True)
     answer: ollama.OllamaEmbeddingsAnswer = {"embedding": vectors[0].tolist()}
     return json_response(answer, headers)
 
