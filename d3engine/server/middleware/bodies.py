@@ -66,7 +66,12 @@ class JsonBounds:
             raise _unfit(f"a number has more than {MAX_DIGITS} digits")
         found = LAST_DIGITS.search(bare)
         bare, self._digits = bare[len(self._digits) :], found[0] if found else b""
-        self._nest(STEP_OF[steps_and_marks])
+        steps = STEP_OF[steps_and_marks]
+        depths = self._depth + np.cumsum(steps[steps != 0], dtype=np.int32)
+        if len(depths):
+            if depths.max() > MAX_DEPTH:
+                raise _unfit(f"it nests deeper than {MAX_DEPTH} objects and lists")
+            self._depth = int(depths[-1])
         opened = bare.count(b"[") + bare.count(b"{")
         self._values += bare.count(b",") + opened
         self._containers += opened
@@ -93,14 +98,6 @@ class JsonBounds:
             self._is_in_string = bool(is_inside[-1])
         bare: Bytes = characters[is_inside == 0]
         return bare
-
-    def _nest(self, steps: npt.NDArray[np.int8]) -> None:
-        depths = self._depth + np.cumsum(steps[steps != 0], dtype=np.int32)
-        if not len(depths):
-            return
-        if depths.max() > MAX_DEPTH:
-            raise _unfit(f"it nests deeper than {MAX_DEPTH} objects and lists")
-        self._depth = int(depths[-1])
 
 
 def is_within_bounds(text: bytes) -> bool:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
-from d3engine.server.errors import RequestError, invalid
+from d3engine.server.errors import invalid
 from d3engine.server.requests import sampling
 from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.responses.context import RequestContext
@@ -93,8 +93,12 @@ async def prepare_all(
                 raise invalid("max_tokens", f"{_LONGEST.format(most)}, but {asked}.", TOO_LONG)
             found.append(replace(prepared, flow=flow))
         return found
-    except InvalidValueError as error:
-        raise _of_length(error, most) or error from None
+    except InvalidValueError as error:  # what is too long is told by OpenAI's word
+        if error.field == "prompt" and "max_model_len" in error.allowed:
+            raise invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG) from None
+        if error.field == "max_tokens" and "KV cache" in error.allowed:
+            raise invalid(error.field, f"{error}.", TOO_LONG) from None
+        raise
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
@@ -111,15 +115,6 @@ def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") 
     kind = "prompts" if field == "prompt" else "answers per prompt"
     why = f"since the server has room for {places} sequences"
     raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
-
-
-def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
-    """The same error by OpenAI's word, if it is about a prompt or an answer that is too long."""
-    is_prompt = error.field == "prompt" and "max_model_len" in error.allowed
-    is_cache = error.field == "max_tokens" and "KV cache" in error.allowed
-    if is_prompt:
-        return invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG)
-    return invalid(error.field, f"{error}.", TOO_LONG) if is_cache else None
 
 
 async def without_special_tokens(served: AppState, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:

@@ -18,7 +18,6 @@ from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
 from d3engine.server.requests import formats
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
-from d3engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
@@ -81,7 +80,8 @@ class ChatStyles:
         tokenizer = self._client.tokenizer
         assert tokenizer is not None
         source = (template if template is not None else await self._client.chat_template()) or ""
-        specials = special_ids_of(tokenizer)
+        spelled = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
+        specials = {text: token for text, token in spelled.items() if text}
         texts = [await self._rendered(template, arguments) for arguments in ({"value": 1}, '{"value": 1}')]
         rendered = texts[0] or texts[1]
         return ChatStyle(
@@ -127,11 +127,6 @@ class ChatStyles:
 def _variables(source: str) -> frozenset[str]:
     """The variables of a template that switch reasoning."""
     return frozenset(_VARIABLE.findall(" ".join(_STRING.sub("''", code) for code in _CODE.findall(source))))
-
-
-def special_ids_of(tokenizer: Tokenizer) -> dict[str, int]:
-    found = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
-    return {text: token for text, token in found.items() if text}
 
 
 _NAME = re.compile(FUNCTIONS_NAME)

@@ -52,7 +52,7 @@ class SingleAnswer:
 
     def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
-        self._writer = ChatWriter(job)
+        self.writer = ChatWriter(job)
         self.tally = UsageCounter(job)
 
     async def whole(self) -> Delta:
@@ -60,7 +60,7 @@ class SingleAnswer:
 
     def of_whole(self, output: RequestOutput) -> Delta:
         """The same from the whole output, which the tally has."""
-        (choice,) = self._writer.choices([output])
+        (choice,) = self.writer.choices([output])
         message = choice["message"]
         whole: list[ToolCallDelta] = [
             {"index": index, "id": call["id"], "type": "function", "function": {**call["function"]}}
@@ -72,17 +72,13 @@ class SingleAnswer:
     def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
         self.tally.add(0, output)
-        chunks = self._writer.chunks(0, output)
+        chunks = self.writer.chunks(0, output)
         if not chunks:
             return None
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
         reasoning = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
         return _news(text, calls, output, chunks, reasoning)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._writer.num_reasoning_tokens
 
 
 def _news(

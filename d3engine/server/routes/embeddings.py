@@ -47,23 +47,17 @@ async def create_embeddings(request: Request) -> Response:
     encoding = asked.encoding_format or "float"
     require(encoding in ("float", "base64"), "encoding_format", encoding, '"float" or "base64"')
     vectors, num_tokens = await embedded(request, asked, model)
+    found: list[list[float] | str] = [
+        base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()
+        for vector in vectors
+    ]
     answer: embeddings.EmbeddingList = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
-            for index, vector in enumerate(vectors)
-        ],
+        "data": [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(found)],
         "model": model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
-
-
-def _encoded(vector: FloatArray, encoding: str) -> list[float] | str:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
-    return found
 
 
 async def embedded(

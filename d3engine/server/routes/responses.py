@@ -390,7 +390,7 @@ class ResponseAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.writer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
