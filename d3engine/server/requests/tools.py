@@ -30,11 +30,6 @@ _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b")
 
 
-def _example(arguments: object) -> list[dict[str, Any]]:
-    call = {"id": "shownCall", "type": "function", "function": {"name": formats.EXAMPLE, "arguments": arguments}}
-    return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
 @dataclass(frozen=True)
 class ChatStyle:
     """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
@@ -110,9 +105,12 @@ class ChatStyles:
 
     async def _rendered(self, template: str | None, arguments: object) -> str:
         """The example as the template writes it, special tokens included; "" where it refuses functions or calls."""
+        function = {"name": formats.EXAMPLE, "arguments": arguments}
+        calls = [{"id": "shownCall", "type": "function", "function": function}]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             prompt = await self._client.chat_prompt(
-                _example(arguments),
+                [{"role": "user", "content": "A question."}, said],
                 tools=[{"type": "function", "function": _TOOL}],
                 chat_template=template,
                 add_generation_prompt=False,

@@ -145,7 +145,10 @@ def _sampling_of(
         if name in LOADING or value is None:
             continue
         if name == "num_ctx":
-            _check_context(served, value)
+            most = served.client.max_model_len  # which is what it is: a request that asks for no more has it
+            is_there = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+            allowed = f"an integer from 1 to {most}, the context of this server (--max-model-len)"
+            require(is_there, "options.num_ctx", value, allowed)
         elif name == "num_predict":
             PREDICTED.check("options.num_predict", value)
             content["max_tokens"] = value if value > 0 else None  # Ollama's words for no bound
@@ -163,14 +166,6 @@ def _form(given: str | dict[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given}}
     require(given == "json", "format", given, '"json" or a JSON schema')
     return {"type": "json_object"}
-
-
-def _check_context(served: AppState, given: Any) -> None:
-    """The server's context is what it is; a request that asks for no more has it."""
-    most = served.client.max_model_len
-    is_there = isinstance(given, int) and not isinstance(given, bool) and 0 < given <= most
-    allowed = f"an integer from 1 to {most}, the context of this server (--max-model-len)"
-    require(is_there, "options.num_ctx", given, allowed)
 
 
 def _message(place: int, turn: Mapping[str, Any]) -> dict[str, Any]:
