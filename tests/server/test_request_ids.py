@@ -12,15 +12,10 @@ def asked(prompt: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | more
 
 
-def text_of(answer: httpx.Response) -> str:
-    text: str = answer.json()["choices"][0]["text"]
-    return text
-
-
 def test_repeated_id_in_flight_ends_its_request_alone(http: httpx.Client) -> None:
     """Row 18 of the security list: an id that is repeated in flight ends with its own request alone."""
     body = asked("Tom has 5 pens.", max_tokens=80)
-    whole = text_of(http.post("/v1/completions", json=body))
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=ID) as first:
         lines = first.iter_lines()
         next(lines)  # it is in flight
