@@ -93,7 +93,7 @@ async def prepare_all(
                 raise invalid("max_tokens", f"{_LONGEST.format(most)}, but {asked}.", TOO_LONG)
             found.append(replace(prepared, flow=flow))
         return found
-    except InvalidValueError as error:  # what is too long is told by OpenAI's word
+    except InvalidValueError as error:  # what is too long has a code of OpenAI's
         if error.field == "prompt" and "max_model_len" in error.allowed:
             raise invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG) from None
         if error.field == "max_tokens" and "KV cache" in error.allowed:
