@@ -20,10 +20,10 @@ from d3engine.server.app import create_app
 from d3engine.server.errors import ANTHROPICS_ROOT, RequestError, as_request_error, error_response, shown_message
 from d3engine.server.in_process import whole
 from d3engine.server.metrics import merged
-from d3engine.server.middleware.access import METRICS_PATH, KeyGuard
+from d3engine.server.middleware.access import METRICS_PATH, AccessGuard
 from d3engine.server.middleware.limits import RETRY_AFTER
-from d3engine.server.responses.messages import MessageForm
-from d3engine.server.responses.streams import OpenAIForm, named_event
+from d3engine.server.responses.streams import OPENAI_FORM, named_event
+from d3engine.server.routes.messages import MESSAGE_FORM
 from d3engine.server.routes.openapi import METRICS_TYPE
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import health
@@ -69,7 +69,7 @@ class Proxy:
         api_keys: Iterable[str] = (),
         metrics_keys: Iterable[str] = (),
     ) -> None:
-        self._keys = KeyGuard(self, api_keys, metrics_keys)
+        self._keys = AccessGuard(self, api_keys, metrics_keys)
         self._ask = ask
         self._ask_all = ask_all
         self._max_body_bytes = max_body_bytes
@@ -362,8 +362,8 @@ def _num_events(content: bytes) -> int:
 def _end_of_broken_stream(error: RequestError, path: str, seen: int) -> bytes:
     """The last event, after `seen` named ones."""
     if path == ANTHROPICS_ROOT:
-        return MessageForm().failed(error)
+        return MESSAGE_FORM.failed(error)
     if path == RESPONSES:
         said = {"code": error.code, "message": shown_message(error), "param": None}
         return named_event({"type": "error", **said, "sequence_number": seen})
-    return OpenAIForm().failed(error)
+    return OPENAI_FORM.failed(error)

@@ -12,13 +12,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from d3engine.server.errors import RequestError
-from d3engine.server.middleware.access import OPEN_PATHS, HostGuard, KeyGuard, hosts_of
+from d3engine.server.middleware.access import OPEN_PATHS, AccessGuard, hosts_of
 from d3engine.server.middleware.bodies import BodyGuard
 from d3engine.server.middleware.limits import AdmissionControl, DeadlineGuard, TrafficGuard
 from d3engine.server.middleware.request_log import ErrorAnswers, ExchangeLog, RequestLog, TracingGuard, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.models import FurtherModels, ModelRouter
-from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, scores, sleep
+from d3engine.server.routes import api, embeddings, llama_cpp, ollama, openapi, sleep
 from d3engine.server.routes.api import PAGE_PATHS, PAGE_ROUTES
 from d3engine.server.settings import ServerSettings
 from d3engine.server.state import AppState
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
     from d3engine.server.tracing_export import SpanWriter
 
-ROUTES = tuple(
-    route for family in (api, embeddings, scores, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES
-)
+ROUTES = tuple(route for family in (api, embeddings, sleep, ollama, llama_cpp, openapi) for route in family.ROUTES)
 
 BODY_PATHS = frozenset(route.path for route in ROUTES if route.body is not None)
 
@@ -91,13 +89,10 @@ def guards(
                 expose_headers=SHOWN_HEADERS,
             )
         )
-    stack.append(Middleware(ErrorAnswers))
-    hosts = hosts_of(settings)
-    if hosts is not None:
-        stack.append(Middleware(HostGuard, hosts=hosts))
     return [
         *stack,
-        Middleware(KeyGuard, api_keys=settings.api_keys, metrics_keys=settings.metrics_keys, open_paths=open_paths),
+        Middleware(ErrorAnswers),
+        Middleware(AccessGuard, settings.api_keys, settings.metrics_keys, open_paths, hosts_of(settings)),
         Middleware(DeadlineGuard, request_timeout=settings.request_timeout, write_timeout=settings.write_timeout),
         Middleware(TrafficGuard, traffic=traffic),
         Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, paths=body_paths),
@@ -108,18 +103,15 @@ class _App(Starlette):
     """Whose guards alone handle errors: Starlette's own handlers would stand in the way of every message too."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        app = errors_raised(self.router)
+        app: ASGIApp = self._route
         for guard, arguments, named in reversed(self.user_middleware):
             app = guard(app, *arguments, **named)
         return app
 
-
-def errors_raised(router: ASGIApp) -> ASGIApp:
-    """The router, which raises `RequestError` for a path or a method that is not there."""
-
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The router, which raises `RequestError` for a path or a method that is not there."""
         try:
-            await router(scope, receive, send)
+            await self.router(scope, receive, send)
         except HTTPException as error:
             path = scope["path"][:256]  # not of the URL, in which Host has a say
             message, code = str(error.detail), "invalid_request"
@@ -129,5 +121,3 @@ def errors_raised(router: ASGIApp) -> ASGIApp:
                 allowed = (error.headers or {}).get("Allow", "other methods")
                 message, code = f"{path!r} takes {allowed}, not {scope['method']}.", "method_not_allowed"
             raise RequestError(error.status_code, message, code=code, headers=error.headers) from None
-
-    return route

@@ -56,8 +56,8 @@ OLLAMAS_ROOT = "/api"
 class RequestError(Exception):
     """Why a request is not answered: a status of HTTP, and what the body says.
 
-    `param` is the field of the request that it is about; `code` and `type` are OpenAI's words for it and for its kind,
-    which follows from the status where it is None; `headers` are further ones of the response, such as Retry-After.
+    `param` is the field of the request that it is about; `code` is OpenAI's word for it, and `type` that for its kind,
+    which follows from the status; `headers` are further ones of the response, such as Retry-After.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class RequestError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        type: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -75,7 +74,7 @@ class RequestError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.type = type or TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.type = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})
 
 
@@ -94,6 +93,14 @@ def error_body(error: RequestError) -> bytes:
     that fails after its first byte."""
     content = {"message": shown_message(error), "type": error.type, "param": error.param, "code": error.code}
     return orjson.dumps({"error": content})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def failed_events(error: RequestError) -> bytes:
+    """The last events of a stream of OpenAI's that fails after its first byte."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE
 
 
 def anthropics_error_body(error: RequestError) -> bytes:

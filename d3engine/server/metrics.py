@@ -215,7 +215,7 @@ class Exposition:
 
     def _families(self, client: AsyncEngine, traffic: AdmissionControl, meters: Meters) -> Iterable[Metric]:
         yield self._gauge("engine_up", "1 while the engine lives.", client.heartbeat().error is None)
-        yield self._sleep_state(is_sleeping=client.heartbeat().is_sleeping)
+        yield self._sleep_state(client.heartbeat().is_sleeping)
         yield self._gauge("num_requests_in_flight", "Places taken, running or waiting.", traffic.taken)
         what = "Sequences that ended."
         yield self._counts("request_success", what, ("finished_reason",), FINISH_REASONS, meters.finished)
@@ -240,22 +240,18 @@ class Exposition:
             yield CounterMetricFamily(self._prefix + name, what, value=counter(stats))
         for name, what, histogram in ENGINE_HISTOGRAMS:
             yield self._histogram(name, what, histogram(stats))
-        yield self._token_layers(stats)
+        # A bucket for each number of layers; a draft's share that is more than all of them counts as all.
+        bounds = tuple(float(layers) for layers in range(len(stats.token_layers)))
+        known = Histogram(bounds, (*stats.token_layers, 0), float(stats.layers_run))
+        yield self._histogram("token_layers", "Layers run for a token.", known)
         what = "Accepted draft tokens by their place in the draft."
         places = {str(place): count for place, count in enumerate(stats.accepted_at)}
         yield self._counts("spec_decode_num_accepted_tokens_per_pos", what, ("position",), places, places)
 
-    def _token_layers(self, stats: EngineStats) -> Metric:
-        """A bucket for each number of layers; a draft's share that is more than all of them counts as all."""
-        bounds = tuple(float(layers) for layers in range(len(stats.token_layers)))
-        known = Histogram(bounds, (*stats.token_layers, 0), float(stats.layers_run))
-        return self._histogram("token_layers", "Layers run for a token.", known)
-
-    def _sleep_state(self, *, is_sleeping: bool) -> Metric:
+    def _sleep_state(self, is_sleeping: bool) -> Metric:
         """vLLM's: of its three states the second, weights in the host's memory, is none of this engine's."""
-        family = GaugeMetricFamily(
-            f"{self._prefix}engine_sleep_state", "1 for the state that is.", labels=["sleep_state"]
-        )
+        name = f"{self._prefix}engine_sleep_state"
+        family = GaugeMetricFamily(name, "1 for the state that is.", labels=["sleep_state"])
         for state, is_so in (("awake", not is_sleeping), ("weights_offloaded", False), ("discard_all", is_sleeping)):
             family.add_metric((state,), is_so)
         return family

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,26 +43,19 @@ class FurtherModel:
     config: ModelConfig
 
 
+@dataclass(eq=False)
 class _Place:
     """One model, and the requests that use it; times are of the monotonic clock."""
 
-    def __init__(
-        self,
-        name: str,
-        num_bytes: int,
-        load: Callable[[], Awaitable[AppState]],
-        unload: Callable[[AsyncEngine], Awaitable[None]],
-        served: AppState | None = None,
-    ) -> None:
-        self.name = name
-        self.num_bytes = num_bytes
-        self.load = load
-        self.unload = unload
-        self.served = served
-        self.loading: asyncio.Task[AppState] | None = None
-        self.draining: asyncio.Task[None] | None = None
-        self.num_users = 0
-        self.last_used = 0.0
+    name: str
+    num_bytes: int
+    load: Callable[[], Awaitable[AppState]]
+    unload: Callable[[AsyncEngine], Awaitable[None]]
+    served: AppState | None = None
+    loading: asyncio.Task[AppState] | None = None
+    draining: asyncio.Task[None] | None = None
+    num_users: int = 0
+    last_used: float = 0.0
 
 
 class FurtherModels:
@@ -88,7 +81,8 @@ class FurtherModels:
         room_bytes: int | None = None,
         ttl: float | None = None,
     ) -> None:
-        self._models: Mapping[str, FurtherModel] = {model.name: model for model in models}
+        self.models = models
+        self._models = {model.name: model for model in models}
         self._places = {
             one.name: _Place(one.name, one.num_bytes, partial(self._new, one), lambda client: client.close())
             for one in models
@@ -110,10 +104,6 @@ class FurtherModels:
         """The name of a further model, with or without ":latest"; None for any other."""
         bare = given.removesuffix(LATEST) if isinstance(given, str) else ""
         return bare if bare in self._places else None
-
-    @property
-    def models(self) -> list[FurtherModel]:
-        return list(self._models.values())
 
     def loaded(self) -> list[tuple[FurtherModel, AppState]]:
         return [(self._models[name], one.served) for name, one in self._places.items() if one.served is not None]

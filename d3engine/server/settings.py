@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import POLICIES
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.server.middleware.settings import GuardSettings
+from d3engine.utils.arguments import Integers, Numbers, argument, check_arguments
 
 NEVER_BY_REQUEST = ("speculative", "table")
 """Policies that no request may name: one loads a model from a path, the other may be as long as its sender likes."""
@@ -44,16 +45,16 @@ class ServerSettings:
     depth_aliases: Mapping[str, DepthPolicy] = field(default_factory=dict)
     allow_depth: tuple[str, ...] = ("d3", "full")
     lock_depth: bool = False
-    max_depth_policies: int = 16
-    max_prompts: int = 256
-    max_logprobs: int = 20
+    max_depth_policies: int = argument(16, Integers(1))
+    max_prompts: int = argument(256, Integers(1))
+    max_logprobs: int = argument(20, Integers(0))
     allow_priority: bool = False
     allow_lora_loading: bool = False
     enable_sleep_mode: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    sse_keep_alive_seconds: float = 15.0
+    sse_keep_alive_seconds: float = argument(15.0, Numbers(0, 86400))
     otlp_traces_endpoint: str | None = None
     guards: GuardSettings = field(default_factory=GuardSettings)
 
@@ -67,10 +68,7 @@ class ServerSettings:
         allowed = [name for name in POLICIES if name not in NEVER_BY_REQUEST]
         for name in self.allow_depth:
             require(name in allowed, "allow_depth", name, f"names out of {', '.join(allowed)}")
-        require_integer("max_depth_policies", self.max_depth_policies, 1)
-        require_integer("max_prompts", self.max_prompts, 1)
-        require_integer("max_logprobs", self.max_logprobs, 0)
-        require_number("sse_keep_alive_seconds", self.sse_keep_alive_seconds, 0, 86400)
+        check_arguments(self)
         if self.otlp_traces_endpoint is not None and TRACES_ENDPOINT.fullmatch(self.otlp_traces_endpoint) is None:
             shown = NOTHING if "@" in self.otlp_traces_endpoint else self.otlp_traces_endpoint  # never a password
             words = 'a whole URL like "http://127.0.0.1:4318/v1/traces", without a name or a password'

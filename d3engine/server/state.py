@@ -191,7 +191,8 @@ class AppState:
         self.depths = DepthPolicies(settings, client.depth)
         self.ignored = IgnoredFields()
         self.chat_styles = ChatStyles(client, settings.tool_call_parser, settings.reasoning_parser)
-        self.traffic = AdmissionControl(_places(client, settings))
+        running, waiting = client.settings.max_num_seqs, settings.guards.max_queue
+        self.traffic = AdmissionControl(running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting))
         self.meters = Meters(client.depth, client.config.num_layers)
         self.exposition = Exposition(settings.guards.metrics_prefix)
         endpoint = settings.otlp_traces_endpoint
@@ -230,12 +231,6 @@ def served_by(request: Request) -> AppState:
     """The engine that this request is for: the app's own, unless its body names a further model."""
     found = request.scope.get("state", {}).get("served", request.app.state.served)
     return cast(AppState, found)
-
-
-def _places(client: AsyncEngine, settings: ServerSettings) -> int:
-    running = client.settings.max_num_seqs
-    waiting = settings.guards.max_queue
-    return running + (QUEUE_PER_SEQUENCE * running if waiting is None else waiting)
 
 
 def _tracer(endpoint: str) -> SpanWriter:

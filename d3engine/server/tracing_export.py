@@ -150,14 +150,9 @@ def _resource() -> Resource:
     return found
 
 
-class _Filter(logging.Filter):
-    """Lets through what OpenTelemetry says to others in this process, who may use it for their own ends."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not _is_ours.get()
-
-
-_of_others = _Filter()
+def _of_others(record: logging.LogRecord) -> bool:
+    """Let through what OpenTelemetry says to others in this process, who may use it for their own ends."""
+    return not _is_ours.get()
 
 
 @contextmanager

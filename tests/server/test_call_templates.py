@@ -70,3 +70,6 @@ def test_text_stays_text_where_the_model_may_call(openai: Any, name: str) -> Non
     free = openai.chat.completions.create(**asked(name, max_tokens=12)).choices[0]
     assert free.message.tool_calls is None
     assert free.message.content or free.message.reasoning_content
+    chunks = openai.chat.completions.create(**asked(name, max_tokens=12), stream=True)
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == (free.message.content or "")

@@ -51,6 +51,7 @@ ON = (
     {"use_beam_search": True, "mirostat": 2, "dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9}
     | {"repeat_penalty": 1.1, "length_penalty": 2.0, "early_stopping": True, "documents": [{"text": "a"}]}
     | {"truncate_prompt_tokens": 5, "top_n_sigma": 1.0, "num_ctx": 2048, "max_new_tokens": 5}
+    | {"prompt_embeds": "gASVCAAAAAAAAACMBHRlc3SULg=="}  # row 10 of the security list: no tensors of a stranger
 )
 
 
@@ -155,11 +156,3 @@ def test_several_answers_have_the_apis_temperature() -> None:
             assert sampling_params(asked, defaults, None).temperature == expected
     best = sampling_params(CompletionRequest(prompt="a", best_of=2), SamplingParams(temperature=0.0), None, n=2)
     assert best.temperature == 1.0
-
-
-def test_two_answers_of_a_greedy_model_differ(http: httpx.Client) -> None:
-    asked = LEAST["/v1/completions"] | {"n": 2, "max_tokens": 20, "seed": 1}
-    answer = http.post("/v1/completions", json=asked)
-    assert answer.status_code == 200, answer.text
-    first, second = answer.json()["choices"]
-    assert first["text"] != second["text"]

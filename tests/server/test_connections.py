@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from d3engine.errors import FailedError
 from d3engine.server import connections
 from d3engine.server.middleware.settings import GuardSettings
-from d3engine.server.responses.streams import EventStream, OpenAIForm
+from d3engine.server.responses.streams import OPENAI_FORM, EventStream
 from d3engine.server.running import bind, most_connections
 
 HASTY = GuardSettings(port=0, header_timeout=0.2, body_timeout=0.2, write_timeout=0.2, max_body_bytes=100_000)
@@ -345,7 +345,7 @@ def test_ended_stream_leaves_no_garbage() -> None:
         async def events() -> AsyncGenerator[bytes, None]:
             yield b"data: only\n\n"
 
-        return EventStream(events(), ping_interval=15, form=OpenAIForm())
+        return EventStream(events(), ping_interval=15, form=OPENAI_FORM)
 
     app = GuardedApp(GuardSettings(port=0), stream=stream)
     gc.disable()

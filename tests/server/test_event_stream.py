@@ -8,11 +8,11 @@ import pytest
 from loops import on_a_loop
 
 from d3engine.server.errors import RequestError
-from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.running import unless_disconnected
-from d3engine.server.responses.streams import EventStream, OpenAIForm
+from d3engine.server.responses.streams import OPENAI_FORM as FORM
+from d3engine.server.responses.streams import EventStream
+from d3engine.server.routes.messages import MESSAGE_FORM, PING
 
-FORM = OpenAIForm()
 SCOPE = {"type": "http"}
 """Of a server that tells of a client's leaving by a message alone."""
 
@@ -52,7 +52,7 @@ def test_a_silence_within_a_message_is_filled_with_pings() -> None:
         await pinged.wait()
         yield b"last"
 
-    sent = asyncio.run(sent_of(slow, MessageForm()))
+    sent = asyncio.run(sent_of(slow, MESSAGE_FORM))
     assert set(sent[1:]) == {b"first", PING, b"last", b""}
     assert (sent[1], sent[-2:]) == (b"first", [b"last", b""])
 

@@ -23,6 +23,7 @@ from d3engine import AsyncEngine, Engine
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import random_weights
 from d3engine.server.app import create_app
+from d3engine.server.in_process import scope_of
 from d3engine.server.settings import ServerSettings
 from d3engine.text import output
 from d3engine.text.detokenizer import TokenTexts
@@ -85,15 +86,8 @@ class Caller:
         self._app = world.app
 
     async def run(self) -> Caller:
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")],
-            "state": {},
-        }
+        assert self._body is not None
+        scope = scope_of("/v1/completions", len(self._body))
         async with asyncio.timeout(HANG_SECONDS):
             await self._app(scope, self._receive, self._send)
         return self

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,23 +149,6 @@ def test_a_further_model_sleeps_and_wakes_by_its_name(client: AsyncEngine) -> No
         assert http.post("/wake_up?model=b").json() == {"is_sleeping": False}
         assert http.post("/v1/completions", json={"model": "b", **BODY}).json()["choices"] == expected
     assert loads.seen == ["b", "b"]
-
-
-def test_a_further_model_sleeps_after_its_requests(client: AsyncEngine) -> None:
-    """A stream in progress is not cut off."""
-    loads = Loads()
-    body = {"model": "b", **BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with several(client, loads, sleeps=True) as (http, further), ThreadPoolExecutor(1) as pool:
-        with http.stream("POST", "/v1/completions", json=body) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            asleep = pool.submit(http.post, "/sleep?model=b")
-            while "num_requests_in_flight 2.0" not in http.get("/metrics").text:
-                pass
-            events = [line for line in lines if line]
-        assert '"finish_reason":"length"' in events[-2]
-        assert asleep.result().json() == {"is_sleeping": True}
-        assert further.loaded() == []
 
 
 def test_a_first_model_that_sleeps_leaves_its_room(client: AsyncEngine) -> None:

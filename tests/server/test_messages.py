@@ -15,8 +15,8 @@ from untimed import untimed
 
 from d3engine import AsyncEngine
 from d3engine.server.middleware.settings import GuardSettings
-from d3engine.server.responses.messages import PING, MessageForm
 from d3engine.server.responses.streams import EventStream
+from d3engine.server.routes.messages import MESSAGE_FORM, PING
 
 QUESTION = "Tom has 5 pens. Tom finds 3. Tom buys 2. How many pens does Tom have now?"
 ANSWER = "Adding 3 makes 5 + 3 = 8. Adding 2 makes 8 + 2 = 10. #### 10"
@@ -213,7 +213,7 @@ def test_message_timeout_ends_with_anthropics_event() -> None:
             yield PING
             await asyncio.Event().wait()
 
-        return EventStream(events(), ping_interval=0, form=MessageForm())
+        return EventStream(events(), ping_interval=0, form=MESSAGE_FORM)
 
     app = GuardedApp(GuardSettings(request_timeout=0.05), stream=stream)
     ping, error, rest = app.call("POST", "/stream", JSON, [b"{}"]).body.split(b"\n\n")

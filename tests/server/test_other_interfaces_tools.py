@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from demo_server import InHermesFormat, WithTools, anthropic_of, call_at_once, openai_of, serving_demo
+from demo_server import WithTools, serving_demo
 from json_schemas import closed
 
 from d3engine import AsyncEngine
@@ -163,52 +163,3 @@ def test_a_message_keeps_to_the_form_of_its_output(anthropic: Any) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": TURNS, "max_tokens": 99}
     found = anthropic.messages.create(**asked, output_config=config, extra_body=SEEDED)
     assert_is_count(json.loads(found.content[0].text))
-
-
-# -- calls that a model makes by itself --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hermes(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server whose model calls a function wherever it may, until it has a result."""
-    call_at_once(monkeypatch)
-    with serving_demo(InHermesFormat(client)) as address:
-        yield address
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_messages_call_without_a_tool_choice_and_read_the_result(hermes: str, stream: bool) -> None:
-    turns: list[Any] = list(TURNS)
-    asked: dict[str, Any] = {"model": "demo", "max_tokens": 400, "tools": [TOOL], "extra_body": SEEDED}
-    asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
-    with anthropic_of(hermes) as client:
-        if stream:
-            with client.messages.stream(**asked, messages=turns) as events:
-                found = events.get_final_message()
-        else:
-            found = client.messages.create(**asked, messages=turns)
-        (use,) = found.content
-        assert (use.type, found.stop_reason) == ("tool_use", "tool_use")
-        assert_is_count(use.input)
-        result = {"type": "tool_result", "tool_use_id": use.id, "content": "5"}
-        turns += [{"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
-        answer = client.messages.create(**asked | {"tool_choice": {"type": "none"}, "max_tokens": 4}, messages=turns)
-        assert [block.type for block in answer.content] == ["text"]
-
-
-def test_responses_call_without_a_choice_and_read_the_result(hermes: str) -> None:
-    """Responses call without a tool choice, and read the result."""
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
-    asked: dict[str, Any] = {"model": "demo", "tools": [FUNCTION], "parallel_tool_calls": False, "temperature": 1.0}
-    asked["extra_body"] = {"seed": 2}
-    with openai_of(hermes) as client:
-        found = client.responses.create(**asked, input=items)
-        (call,) = found.output
-        assert call.type == "function_call"
-        assert_is_count(json.loads(call.arguments))
-        last = list(client.responses.create(**asked, input=items, stream=True))[-1]
-        assert last.type == "response.completed"
-        assert last.response.output[0].arguments == call.arguments
-        items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
-        answer = client.responses.create(**asked | {"tool_choice": "none", "max_output_tokens": 4}, input=items)
-        assert [item.type for item in answer.output] == ["message"]

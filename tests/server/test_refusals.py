@@ -11,7 +11,6 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from d3engine.server.requests import bodies
 
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Tom has"}
-CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Tom has 5 pens."}]}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Ids that clients give: they come back, and steer nothing."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,27 +12,10 @@ def asked(prompt: str, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | more
 
 
-def text_of(answer: httpx.Response) -> str:
-    text: str = answer.json()["choices"][0]["text"]
-    return text
-
-
-def test_requests_of_one_id_at_once_have_each_its_own_answer(http: httpx.Client) -> None:
-    """Row 18 of the security list: the engine's ids are never the client's."""
-    prompts = ["Tom has 5 pens.", "Ann has 3 cups. Ann", "Ben buys 4", "Question: Tim finds 2."]
-    alone = [text_of(http.post("/v1/completions", json=asked(prompt))) for prompt in prompts]
-    assert len(set(alone)) > 1
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: http.post("/v1/completions", json=asked(prompt), headers=ID), prompts))
-    assert [text_of(answer) for answer in together] == alone
-    assert {answer.headers["x-request-id"] for answer in together} == {"mine-1"}
-    assert len({answer.json()["id"] for answer in together}) == len(prompts)
-
-
 def test_repeated_id_in_flight_ends_its_request_alone(http: httpx.Client) -> None:
-    """An id that is repeated in flight ends with its own request alone."""
+    """Row 18 of the security list: an id that is repeated in flight ends with its own request alone."""
     body = asked("Tom has 5 pens.", max_tokens=80)
-    whole = text_of(http.post("/v1/completions", json=body))
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=ID) as first:
         lines = first.iter_lines()
         next(lines)  # it is in flight
@@ -42,7 +24,9 @@ def test_repeated_id_in_flight_ends_its_request_alone(http: httpx.Client) -> Non
             next(third.iter_lines())  # and leaves: the first must not go with it
         rest = [line for line in lines if line]
     assert second.status_code == 200
+    assert second.headers["x-request-id"] == "mine-1"
     assert rest[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert whole.endswith("".join(chunk["choices"][0]["text"] for chunk in chunks))
+    assert second.json()["id"] != chunks[0]["id"]

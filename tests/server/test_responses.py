@@ -6,7 +6,6 @@ import httpx
 import pytest
 from bad_values import bad_values
 from demo_server import Dying, serving_demo
-from openai import BadRequestError
 from untimed import untimed
 
 from d3engine import AsyncEngine
@@ -135,9 +134,3 @@ def test_response_that_fails_after_its_first_byte_is_failed(client: AsyncEngine,
     assert last.sequence_number == len(events) - 1
     assert (last.response.status, last.response.error.code) == ("failed", "server_error")
     assert "secret" not in str(last)
-
-
-def test_what_is_not_kept_cannot_be_asked_for(openai: Any, http: httpx.Client) -> None:
-    with pytest.raises(BadRequestError, match="previous_response_id must be absent"):
-        openai.responses.create(**ASKED, previous_response_id="resp_1")
-    assert http.get(f"{PATH}/resp_1").status_code == 404

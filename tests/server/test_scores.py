@@ -10,7 +10,7 @@ from demo_server import TEMPLATE, WithTools, serving_demo
 
 from d3engine import AsyncEngine, Engine, FullDepth, SamplingParams
 from d3engine.request.scoring import judgement
-from d3engine.server.routes import scores as routes
+from d3engine.server.routes import embeddings as routes
 
 ANSWERS = ("Tom", "pens")
 DOCUMENTS = ["Tom has 5 pens.", "Ann has 3 cats.", "How many?"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from demo_server import LEAST, TURNS, serving_demo
+from demo_server import TURNS, serving_demo
 
 from d3engine import AsyncEngine
 from d3engine.text.limited_process import ProcessLimits
@@ -84,14 +84,6 @@ def test_a_form_that_would_take_too_much_is_refused_by_its_field(
     monkeypatch.setattr(forms, "LIMITS", ProcessLimits(seconds=0.3))
     answer = http.post("/v1/completions", json={"prompt": "a", "structured_outputs": form})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
-
-
-@pytest.mark.parametrize("path", LEAST)
-def test_no_route_takes_tensors_of_a_prompt(http: httpx.Client, path: str) -> None:
-    """Row 10 of the security list."""
-    answer = http.post(path, json=LEAST[path] | {"prompt_embeds": "gASVCAAAAAAAAACMBHRlc3SULg=="})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("prompt_embeds must be absent")
 
 
 @pytest.mark.parametrize(

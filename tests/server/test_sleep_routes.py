@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -218,26 +218,16 @@ def test_an_idle_model_falls_asleep_by_itself(engine: AsyncEngine) -> None:
         assert len(found) == 1
 
 
-def test_a_dead_engine_stays_dead(make_dead: Callable[[], AsyncEngine]) -> None:
+def test_a_dead_engine_stays_dead() -> None:
     """A fault is not slept away: requests and health go on telling it."""
-    with served(make_dead()) as http:
-        assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_dead"
-        assert http.post("/sleep").status_code == 503
-        assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_dead"
-        assert http.get("/health").status_code == 503
-
-
-@pytest.fixture
-def make_dead() -> Iterator[Callable[[], AsyncEngine]]:
-    """Makes an engine that its first step ends."""
-    made: list[AsyncEngine] = []
-
-    def make() -> AsyncEngine:
-        engine = Engine("demo", device="cpu", kv_cache_memory_bytes=2**24)
-        made.append(AsyncEngine.from_engine(engine, before_step=lambda: 1 / 0))
-        made[-1]._restart = lambda: pytest.fail("a dead engine was started again")
-        return made[-1]
-
-    yield make
-    for engine in made:
-        asyncio.run(engine.close())
+    engine = Engine("demo", device="cpu", kv_cache_memory_bytes=2**24)
+    dead = AsyncEngine.from_engine(engine, before_step=lambda: 1 / 0)
+    dead._restart = lambda: pytest.fail("a dead engine was started again")
+    try:
+        with served(dead) as http:
+            assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_dead"
+            assert http.post("/sleep").status_code == 503
+            assert http.post("/v1/completions", json=BODY).json()["error"]["code"] == "engine_dead"
+            assert http.get("/health").status_code == 503
+    finally:
+        asyncio.run(dead.close())

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from d3engine.server.app import guards
+from d3engine.server.in_process import scope_of
 from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog
 from d3engine.server.middleware.settings import GuardSettings
@@ -101,19 +102,8 @@ class GuardedApp:
                 await send(message)
 
         given = LOCAL | {name.lower(): value for name, value in dict(headers).items()}
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "scheme": "http",
-            "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in given.items() if value is not None],
-            "state": {},
-        }
+        encoded = [(name.encode(), value.encode()) for name, value in given.items() if value is not None]
+        scope = scope_of(path, 0) | {"method": method, "headers": encoded}
         await self.app(scope, receive, keep)
         return answer
 

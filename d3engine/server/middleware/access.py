@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hmac import compare_digest
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,25 +21,6 @@ def hosts_of(settings: GuardSettings) -> frozenset[str] | None:
     if "*" in named or not (named or settings.is_local):
         return None
     return frozenset(named | ({*OWN_NAMES, _bare(settings.host.lower())} if settings.is_local else set()))
-
-
-class HostGuard:
-    """Refuses requests that call the server by a name that is not in `hosts`."""
-
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self.app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name == b"host"]
-            if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
-                message = (
-                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
-                    " by --allowed-hosts."
-                )
-                raise RequestError(421, message, code="host_not_allowed")
-        await self.app(scope, receive, send)
 
 
 def name_of(host: str) -> str:
@@ -59,29 +40,21 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 METRICS_PATH = "/metrics"
 
 
-class KeySet:
-    """Some keys, known by their SHA-256 alone."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def known(self, given: Iterable[bytes]) -> str | None:
-        """A name for the key among `given`, None without one, in a time that says nothing of how much of a key was
-        right, nor of which."""
-        digests = [_digest(one) for one in given]
-        matches = [known for known in self._digests for one in digests if compare_digest(one, known)]
-        return matches[0].hex() if matches else None
+def digests(keys: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(key).digest() for key in keys]
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def known_key(known: Sequence[bytes], given: Iterable[bytes]) -> str | None:
+    """A name for a key of these digests among `given`, None without one, in a time that says nothing of how much of a
+    key was right, nor of which."""
+    hashed = digests(given)
+    matches = [one for one in known for other in hashed if compare_digest(other, one)]
+    return matches[0].hex() if matches else None
 
 
-class KeyGuard:
-    """Lets requests through that bring a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+class AccessGuard:
+    """Lets requests through that call the server by one of its names and bring a key where the path asks for one, as
+    `Authorization: Bearer KEY` or `x-api-key: KEY`; `hosts` None: any name."""
 
     def __init__(
         self,
@@ -89,10 +62,12 @@ class KeyGuard:
         api_keys: Iterable[str],
         metrics_keys: Iterable[str],
         open_paths: frozenset[str] = OPEN_PATHS,
+        hosts: frozenset[str] | None = None,
     ) -> None:
         self.app = app
-        self._api, self._metrics = KeySet(api_keys), KeySet(metrics_keys)
+        self._api, self._metrics = (digests(key.encode() for key in keys) for keys in (api_keys, metrics_keys))
         self._open_paths = open_paths
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -100,17 +75,25 @@ class KeyGuard:
         await self.app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Raise `RequestError` (401) where a request's path asks for a key and it brings none."""
+        """Raise `RequestError`: 421 for another name of the server, 401 for a path that asks for a key without one."""
+        if self._hosts is not None:
+            given = [value for name, value in scope["headers"] if name == b"host"]
+            if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
+                message = (
+                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
+                    " by --allowed-hosts."
+                )
+                raise RequestError(421, message, code="host_not_allowed")
         if scope["path"] in self._open_paths:
             return
         is_for_metrics = scope["path"] == METRICS_PATH and bool(self._metrics)
         if not self._api and not is_for_metrics:
             return
         given = list(_keys_of(scope))
-        key = self._api.known(given)
+        key = known_key(self._api, given)
         is_known = key is not None
         if is_for_metrics:
-            is_known |= self._metrics.known(given) is not None
+            is_known |= known_key(self._metrics, given) is not None
         if is_known:
             scope.setdefault("state", {})["api_key"] = key or ""  # by which requests take turns
             return

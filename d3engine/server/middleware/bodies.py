@@ -66,7 +66,12 @@ class JsonBounds:
             raise _unfit(f"a number has more than {MAX_DIGITS} digits")
         found = LAST_DIGITS.search(bare)
         bare, self._digits = bare[len(self._digits) :], found[0] if found else b""
-        self._nest(STEP_OF[steps_and_marks])
+        steps = STEP_OF[steps_and_marks]
+        depths = self._depth + np.cumsum(steps[steps != 0], dtype=np.int32)
+        if len(depths):
+            if depths.max() > MAX_DEPTH:
+                raise _unfit(f"it nests deeper than {MAX_DEPTH} objects and lists")
+            self._depth = int(depths[-1])
         opened = bare.count(b"[") + bare.count(b"{")
         self._values += bare.count(b",") + opened
         self._containers += opened
@@ -93,14 +98,6 @@ class JsonBounds:
             self._is_in_string = bool(is_inside[-1])
         bare: Bytes = characters[is_inside == 0]
         return bare
-
-    def _nest(self, steps: npt.NDArray[np.int8]) -> None:
-        depths = self._depth + np.cumsum(steps[steps != 0], dtype=np.int32)
-        if not len(depths):
-            return
-        if depths.max() > MAX_DEPTH:
-            raise _unfit(f"it nests deeper than {MAX_DEPTH} objects and lists")
-        self._depth = int(depths[-1])
 
 
 def is_within_bounds(text: bytes) -> bool:
@@ -156,7 +153,12 @@ class BodyGuard:
             return
         self._check_head(scope)
         has_come = scope["state"].get("has_come_whole")  # as most have, which then need no timer
-        body = await (self._read(receive) if has_come else self._read_in_time(receive))
+        try:
+            async with asyncio.timeout(None if has_come else self._timeout):
+                body = await self._read(receive)
+        except TimeoutError:
+            late = f"The body did not come whole within {self._timeout:g} seconds."
+            raise RequestError(408, late, code="body_timeout") from None
         if body is None:
             return  # the client has left
         scope["state"]["body"] = body
@@ -193,14 +195,6 @@ class BodyGuard:
         if kind != b"application/json" or encoding != b"identity":
             message = "Send JSON as `Content-Type: application/json`, without a Content-Encoding."
             raise RequestError(415, message, code="unsupported_media_type")
-
-    async def _read_in_time(self, receive: Receive) -> bytes | None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await self._read(receive)
-        except TimeoutError:
-            late = f"The body did not come whole within {self._timeout:g} seconds."
-            raise RequestError(408, late, code="body_timeout") from None
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The whole body; None where the client left before its end."""

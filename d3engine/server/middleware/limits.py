@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d3engine.server.errors import RequestError, error_body
+from d3engine.server.errors import RequestError, failed_events
 from d3engine.server.middleware.access import METRICS_PATH, OPEN_PATHS
 from d3engine.server.middleware.bodies import WITH_BODY
 
@@ -69,13 +69,11 @@ class TrafficGuard:
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if self._traffic.is_draining and scope["path"] not in OPEN_PATHS | {METRICS_PATH}:
+        is_http = scope["type"] == "http"
+        if is_http and self._traffic.is_draining and scope["path"] not in OPEN_PATHS | {METRICS_PATH}:
             headers = {"Retry-After": RETRY_AFTER}
             raise RequestError(503, "The server is shutting down.", code="draining", headers=headers)
-        if scope["method"] not in WITH_BODY:
+        if not is_http or scope["method"] not in WITH_BODY:
             await self.app(scope, receive, send)
             return
         with self._traffic.place() as place:
@@ -96,15 +94,12 @@ class DeadlineGuard:
             await self.app(scope, receive, send)
             return
         writes = _WatchedWrites(send, self._write_timeout)
-        limit: asyncio.Timeout | None = None
+        limit = asyncio.timeout(self._request_timeout)
         try:
-            if self._request_timeout is None:
+            async with limit:
                 await self.app(scope, receive, writes)
-            else:
-                async with asyncio.timeout(self._request_timeout) as limit:
-                    await self.app(scope, receive, writes)
         except TimeoutError:
-            if limit is None or not limit.expired():
+            if not limit.expired():
                 raise
             await self._say(scope, writes, send)
         except asyncio.CancelledError:
@@ -112,7 +107,6 @@ class DeadlineGuard:
                 raise
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
-            scope["state"]["ended"] = "the client stopped reading"
             abort = scope["state"].get("abort_connection")
             if abort is not None:
                 abort()
@@ -127,12 +121,8 @@ class DeadlineGuard:
             raise error
         if writes.is_stream and not writes.is_complete:
             scope["state"]["stream_error"] = error
-            failed = scope["state"].get("stream_failed", _openai_failed)  # a stream knows how such streams end
+            failed = scope["state"].get("stream_failed", failed_events)  # a stream knows how such streams end
             await send({"type": "http.response.body", "body": failed(error), "more_body": False})
-
-
-def _openai_failed(error: RequestError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\ndata: [DONE]\n\n"
 
 
 class _WatchedWrites:

@@ -133,15 +133,13 @@ class ErrorAnswers:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        exchange: RequestLog = scope["state"]["exchange"]
         try:
             await self.app(scope, receive, send)
         except Exception as error:
+            if scope["type"] != "http":
+                raise
             # Apart: an error that a variable of this call keeps would keep the call, and with it the connection.
-            await _answer(as_request_error(error), exchange, scope, receive, send)
+            await _answer(as_request_error(error), scope["state"]["exchange"], scope, receive, send)
 
 
 async def _answer(error: RequestError, exchange: RequestLog, scope: Scope, receive: Receive, send: Send) -> None:

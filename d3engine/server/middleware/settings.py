@@ -6,7 +6,8 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.utils.arguments import Integers, Numbers, argument, check_arguments
 
 MIB = 2**20
 PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -14,6 +15,7 @@ ORIGIN = re.compile(r"https?://[^/\s?#]+")
 HOST_NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 LONGEST = 86_400.0
 """Seconds that any limit of time may be."""
+SECONDS = Numbers(0, LONGEST, open_low=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,40 +46,29 @@ class GuardSettings:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = argument(8000, Integers(0, 65535))
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     metrics_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_no_key: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
 
-    max_body_bytes: int = 8 * MIB
-    max_request_work: int | None = None
-    max_connections: int = 1024
-    max_queue: int | None = None
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    request_timeout: float | None = None
-    write_timeout: float = 60.0
-    keep_alive_timeout: float = 5.0
-    drain_timeout: float = 30.0
-    health_stall_seconds: float = 60.0
+    max_body_bytes: int = argument(8 * MIB, Integers(1024, 1024 * MIB))
+    max_request_work: int | None = argument(None, Integers(1024))
+    max_connections: int = argument(1024, Integers(1, 1_000_000))
+    max_queue: int | None = argument(None, Integers(0, 1_000_000))
+    header_timeout: float = argument(10.0, SECONDS)
+    body_timeout: float = argument(60.0, SECONDS)
+    request_timeout: float | None = argument(None, SECONDS)
+    write_timeout: float = argument(60.0, SECONDS)
+    keep_alive_timeout: float = argument(5.0, SECONDS)
+    drain_timeout: float = argument(30.0, Numbers(0, LONGEST))
+    health_stall_seconds: float = argument(60.0, SECONDS)
 
     metrics_prefix: str = "d3engine"
 
     def __post_init__(self) -> None:
-        require_integer("port", self.port, 0, 65535)
-        require_integer("max_body_bytes", self.max_body_bytes, 1024, 1024 * MIB)
-        require_integer("max_connections", self.max_connections, 1, 1_000_000)
-        if self.max_request_work is not None:
-            require_integer("max_request_work", self.max_request_work, 1024)
-        if self.max_queue is not None:
-            require_integer("max_queue", self.max_queue, 0, 1_000_000)
-        for name in ("header_timeout", "body_timeout", "write_timeout", "keep_alive_timeout", "health_stall_seconds"):
-            require_number(name, getattr(self, name), 0, LONGEST, open_low=True)
-        require_number("drain_timeout", self.drain_timeout, 0, LONGEST)
-        if self.request_timeout is not None:
-            require_number("request_timeout", self.request_timeout, 0, LONGEST, open_low=True)
+        check_arguments(self)
         is_prefix = PREFIX.fullmatch(self.metrics_prefix) is not None
         require(is_prefix, "metrics_prefix", self.metrics_prefix, "letters, digits and _, not beginning with a digit")
         self._check_who_may_call()

@@ -1,1 +1,1 @@
-"""From the bytes of a body to requests that the engine has checked."""
+"""From the bytes of a body to requests that the engine has checked, as far as interfaces share it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -23,8 +23,7 @@ from d3engine.utils.arguments import Integers
 
 _AT = r"(?: - at `\$(?P<place>.*)`)?"
 _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?:, got `[^`]+`)?" + _AT)
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`" + _AT)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]+)`" + _AT)
+_FIELD = re.compile(r"Object (?P<how>missing required|contains unknown) field `(?P<name>[^`]+)`" + _AT)
 _NO_WORD = re.compile(r"Invalid enum value .*?" + _AT + r"\Z", re.DOTALL)
 _WORDS = {
     "str": "a string",
@@ -38,17 +37,16 @@ _WORDS = {
 
 
 def wrong_type(content: dict[str, Any], shape: type[Struct], said: str) -> RequestError:
-    if found := _MISSING.match(said):
-        place = _joined(found["place"], found["name"])
-        return invalid(_field(place), f"{place} must be given.", "missing_required_parameter")
-    if found := _UNKNOWN.match(said):
-        place = _joined(found["place"], found["name"])
-        return invalid(_field(place), f"{place} must be absent.", "unsupported_parameter")
+    if found := _FIELD.match(said):
+        place = f"{found['place'] or ''}.{found['name']}".removeprefix(".")
+        is_missing = found["how"] == "missing required"
+        allowed, code = ("given", "missing_required_parameter") if is_missing else ("absent", "unsupported_parameter")
+        return invalid(_field(place), f"{place} must be {allowed}.", code)
     found = _EXPECTED.match(said)
     if found is not None:
         allowed = " or ".join(_WORDS.get(kind, kind) for kind in found["kinds"].split(" | "))
     elif found := _NO_WORD.match(said):
-        words = _words_at(shape, _steps(found["place"] or ""))
+        words = _words_at(shape, found["place"] or "")
         allowed = " or ".join(f'"{word}"' for word in words) or "another word"
     else:
         return invalid(None, f"The body does not fit: {said}.", "invalid_type")
@@ -57,21 +55,14 @@ def wrong_type(content: dict[str, Any], shape: type[Struct], said: str) -> Reque
     return invalid(_field(place), must_be(place or "the body", value, allowed) + ".", "invalid_type")
 
 
-def _joined(place: str | None, name: str) -> str:
-    return f"{place or ''}.{name}".removeprefix(".")
-
-
 def _field(place: str) -> str | None:
     """The field of the body that a place is in."""
     return re.split(r"[.\[]", place, maxsplit=1)[0] or None
 
 
-def _steps(place: str) -> list[str]:
-    """The names on the way to a place, "" for an item of a list."""
-    return ["" if step.startswith("[") else step for step in re.findall(r"\[[^]]*\]|[^.\[]+", place)]
-
-
-def _words_at(shape: type[Struct], steps: Iterable[str]) -> list[str]:
+def _words_at(shape: type[Struct], place: str) -> list[str]:
+    """The words that may stand at a place, to which names lead, and "" for an item of a list."""
+    steps = ["" if step.startswith("[") else step for step in re.findall(r"\[[^]]*\]|[^.\[]+", place)]
     kinds = list(_parts(msgspec.inspect.type_info(shape)))
     for step in steps:
         kinds = [part for kind in kinds for inner in _inside(kind, step) for part in _parts(inner)]

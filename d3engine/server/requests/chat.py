@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +12,11 @@ from starlette.requests import Request
 
 from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
-from d3engine.server.errors import RequestError, invalid
-from d3engine.server.requests.bodies import check_priority, check_work, read_body
+from d3engine.server.errors import invalid
+from d3engine.server.requests import sampling
+from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.requests.completions import prepare_all, take_places
-from d3engine.server.requests.sampling import (
-    check_num_logprobs,
-    check_stream_options,
-    depth_header,
-    form_of,
-    named,
-    sampling_params,
-)
 from d3engine.server.requests.tools import (
-    Calling,
     ChatStyle,
     Thinking,
     ToolUse,
@@ -141,38 +132,34 @@ def function_tool(name: str, description: str | None, parameters: Any, strict: b
     return {"type": "function", "function": function}
 
 
-async def chat_job(request: Request) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    asked, headers = await read_body(request, ChatRequest)
-    return await job_of(request, asked, headers, id_prefix="chatcmpl-")
-
-
 async def job_of(
     request: Request, asked: ChatRequest, headers: Mapping[str, str], *, id_prefix: str, ends_with_context: bool = False
 ) -> tuple[RequestContext[ChatRequest], dict[str, str]]:
-    """The same for a chat that was read already, with the headers that this has given.
+    """What to run for a chat, wholly checked, and `headers` for the answer with the names of ignored fields.
 
     With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
+    Raises `RequestError` and `InvalidValueError`.
     """
     served = served_by(request)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
-    check_stream_options(asked)
+    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
+    sampling.check_stream_options(asked)
     check_priority(served, asked.priority)
-    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     style = await _style(served, asked)
     tools = tool_use_of(asked, style)
     calling, ignored = tools.calling, tools.ignored
     asked = _with_thinking(asked, style)
     max_tokens = _max_tokens(asked)
-    form = form_of(asked) if calling is None else calling.form
+    form = sampling.form_of(asked) if calling is None else calling.form
     decided = {"max_tokens": max_tokens, "logprobs": _num_logprobs(asked, served), "structured_outputs": form}
     if calling is not None or style.has_special_marks:  # a form keeps out all special tokens but those of calls
         decided["skip_special_tokens"] = False
     names = {"prompt": "messages"} | (CHAT.by_own if asked.max_completion_tokens is not None else {})
-    with by_names(names), _fault_of_form(asked, calling):
+    field = "response_format" if asked.structured_outputs is None else "structured_outputs"
+    with sampling.by_names(names), sampling.named(field) if calling is None else fault_of_tools(calling.names):
         check_work(request, asked)
-        params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+        params = sampling.sampling_params(asked, served.client.default_sampling_params, depth, **decided)
         take_places(request, 1, params.n)
         prompt = await chat_prompt(served, asked, asked.messages, tools.shown)
         thinking = None
@@ -277,13 +264,6 @@ def _template(asked: ChatRequest | TokenizeRequest, served: AppState) -> str | N
     return asked.chat_template
 
 
-def _fault_of_form(asked: ChatRequest, calling: Calling | None) -> AbstractContextManager[None]:
-    """Errors about the answer's form name the field that it comes of."""
-    if calling is not None:
-        return fault_of_tools(calling.names)
-    return named("response_format" if asked.structured_outputs is None else "structured_outputs")
-
-
 def _max_tokens(asked: ChatRequest) -> int | None:
     """Under its new name or its old one; None: up to the end of the model's context."""
     new, old = asked.max_completion_tokens, asked.max_tokens
@@ -293,19 +273,7 @@ def _max_tokens(asked: ChatRequest) -> int | None:
 
 
 def _num_logprobs(asked: ChatRequest, served: AppState) -> int | None:
-    check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
+    sampling.check_num_logprobs("top_logprobs", asked.top_logprobs, served.settings)
     if asked.top_logprobs and not asked.logprobs:
         raise invalid("top_logprobs", "top_logprobs must be absent or 0 unless logprobs is true.")
     return asked.top_logprobs or 0 if asked.logprobs else None
-
-
-@contextmanager
-def by_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors from inside of here name fields as the request does: engine's name -> the request's."""
-    try:
-        yield
-    except InvalidValueError as error:
-        raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
-    except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
-        raise

@@ -13,16 +13,9 @@ from starlette.requests import Request
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
-from d3engine.server.errors import RequestError, invalid
-from d3engine.server.requests.bodies import check_priority, check_work, read_body
-from d3engine.server.requests.sampling import (
-    check_num_logprobs,
-    check_stream_options,
-    depth_header,
-    form_of,
-    named,
-    sampling_params,
-)
+from d3engine.server.errors import invalid
+from d3engine.server.requests import sampling
+from d3engine.server.requests.bodies import check_priority, check_work
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import CompletionRequest, Prompt
 from d3engine.server.state import AppState, served_by
@@ -76,9 +69,9 @@ async def prepare_all(
     prompts: Sequence[Any],
     params: SamplingParams,
     *,
-    priority: int | None,
-    max_tokens: int | None,
     model: str,
+    priority: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[EngineRequest]:
     """Each prompt with these parameters, checked for the model and its length; `max_tokens` is what was asked for.
 
@@ -100,8 +93,12 @@ async def prepare_all(
                 raise invalid("max_tokens", f"{_LONGEST.format(most)}, but {asked}.", TOO_LONG)
             found.append(replace(prepared, flow=flow))
         return found
-    except InvalidValueError as error:
-        raise _of_length(error, most) or error from None
+    except InvalidValueError as error:  # what is too long has a code of OpenAI's
+        if error.field == "prompt" and "max_model_len" in error.allowed:
+            raise invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG) from None
+        if error.field == "max_tokens" and "KV cache" in error.allowed:
+            raise invalid(error.field, f"{error}.", TOO_LONG) from None
+        raise
 
 
 def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") -> None:
@@ -120,15 +117,6 @@ def take_places(request: Request, num_prompts: int, n: int, n_field: str = "n") 
     raise invalid(field, must_be(field, f"{given} {kind}", f"at most {most} {kind}, {why}") + ".", "too_many_sequences")
 
 
-def _of_length(error: InvalidValueError, most: int) -> RequestError | None:
-    """The same error by OpenAI's word, if it is about a prompt or an answer that is too long."""
-    is_prompt = error.field == "prompt" and "max_model_len" in error.allowed
-    is_cache = error.field == "max_tokens" and "KV cache" in error.allowed
-    if is_prompt:
-        return invalid(error.field, f"{error}. {_LONGEST.format(most)}.", TOO_LONG)
-    return invalid(error.field, f"{error}.", TOO_LONG) if is_cache else None
-
-
 async def without_special_tokens(served: AppState, prompts: Sequence[str | list[int]]) -> list[str | list[int]]:
     """The same prompts, texts among them as token ids to which nothing was added."""
 
@@ -144,31 +132,17 @@ async def without_special_tokens(served: AppState, prompts: Sequence[str | list[
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
 
 
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
-
-
-async def completion_job(request: Request) -> tuple[RequestContext[CompletionRequest], dict[str, str]]:
-    """What to run, wholly checked, and headers for the answer. Raises `RequestError` and `InvalidValueError`."""
-    asked, headers = await read_body(request, CompletionRequest)
-    if asked.max_tokens is None:
-        asked.max_tokens = DEFAULT_MAX_TOKENS
-    if asked.max_tokens == 0 and not asked.echo:
-        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
-    return await completion_job_of(request, asked), headers
-
-
 async def completion_job_of(
-    request: Request, asked: CompletionRequest, *, id_prefix: str = "cmpl-", ends_with_context: bool = False
+    request: Request, asked: CompletionRequest, *, id_prefix: str, ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
-    """The same for a completion that was read already; `ends_with_context` is that of `chat.job_of`."""
+    """What to run for a completion, wholly checked; `ends_with_context` and errors are those of `chat.job_of`."""
     served = served_by(request)
     model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, depth_header(request.scope))
-    check_stream_options(asked)
+    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
+    sampling.check_stream_options(asked)
     check_priority(served, asked.priority)
-    check_num_logprobs("logprobs", asked.logprobs, served.settings)
-    check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
+    sampling.check_num_logprobs("logprobs", asked.logprobs, served.settings)
+    sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = asked.max_tokens
     if asked.suffix is None and asked.input_extra:
         raise invalid("input_extra", "input_extra must be absent where there is no suffix.")
@@ -176,8 +150,8 @@ async def completion_job_of(
     beside = "".join([asked.suffix or "", *(one.text for one in asked.input_extra or ())])
     check_work(request, asked, [*prompts[:-1], str(prompts[-1]) + beside] if beside else prompts, asked.best_of)
     one_at_least = 1 if max_tokens == 0 else max_tokens
-    decided = {"max_tokens": one_at_least, "structured_outputs": form_of(asked), **_several(asked)}
-    params = sampling_params(asked, served.client.default_sampling_params, depth, **decided)
+    decided = {"max_tokens": one_at_least, "structured_outputs": sampling.form_of(asked), **_several(asked)}
+    params = sampling.sampling_params(asked, served.client.default_sampling_params, depth, **decided)
     take_places(request, len(prompts), params.n, "n" if asked.best_of is None else "best_of")
     if asked.suffix is not None:
         prompts, ends = await infilled(served, prompts, asked)
@@ -185,7 +159,7 @@ async def completion_job_of(
     elif asked.add_special_tokens is False:
         prompts = await without_special_tokens(served, prompts)
     limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
-    with named("response_format" if asked.structured_outputs is None else "structured_outputs"):
+    with sampling.named("response_format" if asked.structured_outputs is None else "structured_outputs"):
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
     trace = trace_of(request.scope)
     return RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, trace=trace)

@@ -150,15 +150,9 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class AskedCalls:
-    """The calls that a grammar is to hold.
+    """The calls that a grammar is to hold: of `names`, whose arguments have `schemas`; with `is_auto` text may come.
 
-    Attributes:
-        schemas: of the arguments of each function.
-        names: of the functions.
-        several: whether one answer may have several calls.
-        is_auto: whether it may be text.
-        special_ids: the tokenizer's special tokens by their spelling; no text of a grammar can be one of them.
-        reasoning_opening: what reasoning begins with, which is no text.
+    No text of a grammar can be one of `special_ids`, the special tokens by their spelling, nor begin with reasoning.
     """
 
     schemas: Sequence[Mapping[str, Any]]
@@ -429,19 +423,11 @@ def tool_format_named(name: str) -> ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model marks reasoning before its answer.
-
-    Attributes:
-        name: as `--reasoning-parser` has it, in vLLM's spelling.
-        opening: before it; a prompt that ends with it has begun the reasoning.
-        closing: after it.
-        switches: variables of a template that turn reasoning on and off.
-    """
+    """How a model marks reasoning before its answer; a prompt that ends with `opening` has begun it."""
 
     name: str
     opening: str
     closing: str
-    switches: tuple[str, ...] = ("enable_thinking", "thinking")
 
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -63,14 +63,20 @@ def _by_json_schema(given: Mapping[str, Any]) -> StructuredOutputsParams:
 
 
 @contextmanager
-def named(source: str) -> Iterator[None]:
-    """Errors about a form name the field of the request that it came of."""
+def by_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside of here name fields as the request does: engine's name -> the request's."""
     try:
         yield
     except InvalidValueError as error:
-        if error.field not in _FIELDS:
-            raise
-        raise InvalidValueError(source, error.value, error.allowed) from None
+        raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+def named(source: str) -> AbstractContextManager[None]:
+    """Errors about a form name the field of the request that it came of."""
+    return by_names(dict.fromkeys(_FIELDS, source))
 
 
 DEPTH_HEADER = "X-D3-Depth"
@@ -230,3 +236,12 @@ def check_num_logprobs(name: str, number: int | None, settings: ServerSettings) 
 def logprob_bounds(settings: ServerSettings) -> Integers:
     """How many log-probabilities of a token may be asked for."""
     return Integers(0, settings.max_logprobs)
+
+
+def check_penalty_window(sampling: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse a `repeat_last_n` other than the whole text, where there are penalties. Raises `InvalidValueError`."""
+    names = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    window = sampling.get("repeat_last_n")
+    has_penalty = any(sampling.get(name) not in (None, off) for name, off in names.items())
+    allowed = "absent or -1 beside a penalty, since penalties are of the whole text here"
+    require(window in (None, -1) or not has_penalty, f"{prefix}repeat_last_n", window, allowed)

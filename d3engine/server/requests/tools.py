@@ -16,53 +16,31 @@ import msgspec
 from d3engine.errors import InvalidValueError, must_be, require
 from d3engine.request.params import StructuredOutputsParams
 from d3engine.server.errors import invalid
-from d3engine.server.requests.formats import (
-    EXAMPLE,
-    UNKNOWN_FORMAT,
-    AskedCalls,
-    ReasoningFormat,
-    ToolFormat,
-    json_rule,
-    reasoning_format_named,
-    reasoning_format_of,
-    tool_format_named,
-    tool_format_of,
-)
+from d3engine.server.requests import formats
 from d3engine.server.schemas.requests import FUNCTIONS_NAME, MAX_TOOLS, ChatRequest, NamedTool, Tool
-from d3engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
 
 _DESCRIPTION = "Described to the model."
-_TOOL = {"name": EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"name": formats.EXAMPLE, "description": _DESCRIPTION, "parameters": {"type": "object", "properties": {}}}
 _NUM_KEPT = 8
 _CODE = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b")
 
 
-def _example(arguments: object) -> list[dict[str, Any]]:
-    call = {"id": "shownCall", "type": "function", "function": {"name": EXAMPLE, "arguments": arguments}}
-    return [{"role": "user", "content": "A question."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
 @dataclass(frozen=True)
 class ChatStyle:
-    """What is known of a chat template.
+    """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
 
-    Attributes:
-        shows_tools: whether it shows functions to the model.
-        calls: the format of calls, None where it is unknown.
-        reasoning: the format of reasoning, None where it has none.
-        variables: those of its variables that switch reasoning.
-        arguments_as_text: whether it writes the arguments of earlier calls only if they are JSON text.
-        special_ids: the tokenizer's special tokens by their spelling.
+    `variables` are those that switch reasoning. With `arguments_as_text` it writes the arguments of earlier calls only
+    if they are JSON text. `special_ids` are the tokenizer's special tokens by their spelling.
     """
 
     shows_tools: bool = False
-    calls: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
+    calls: formats.ToolFormat | None = None
+    reasoning: formats.ReasoningFormat | None = None
     variables: frozenset[str] = frozenset()
     arguments_as_text: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
@@ -97,7 +75,8 @@ class ChatStyles:
         tokenizer = self._client.tokenizer
         assert tokenizer is not None
         source = (template if template is not None else await self._client.chat_template()) or ""
-        specials = special_ids_of(tokenizer)
+        spelled = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
+        specials = {text: token for text, token in spelled.items() if text}
         texts = [await self._rendered(template, arguments) for arguments in ({"value": 1}, '{"value": 1}')]
         rendered = texts[0] or texts[1]
         return ChatStyle(
@@ -109,26 +88,29 @@ class ChatStyles:
             special_ids=specials,
         )
 
-    def _tool_format(self, rendered: str, source: str, specials: Mapping[str, int]) -> ToolFormat | None:
-        found = tool_format_of(rendered, source, specials)
+    def _tool_format(self, rendered: str, source: str, specials: Mapping[str, int]) -> formats.ToolFormat | None:
+        found = formats.tool_format_of(rendered, source, specials)
         if self._tool_parser == "auto":
             return found
         if self._tool_parser == "none":
             return None
-        named = tool_format_named(self._tool_parser)
+        named = formats.tool_format_named(self._tool_parser)
         # A family may have two formats under one name, of which the template shows one.
         return found if found is not None and found.name.startswith(f"{named.name}_v") else named
 
-    def _reasoning_format(self, source: str) -> ReasoningFormat | None:
+    def _reasoning_format(self, source: str) -> formats.ReasoningFormat | None:
         if self._reasoning_parser == "auto":
-            return reasoning_format_of(source)
-        return None if self._reasoning_parser == "none" else reasoning_format_named(self._reasoning_parser)
+            return formats.reasoning_format_of(source)
+        return None if self._reasoning_parser == "none" else formats.reasoning_format_named(self._reasoning_parser)
 
     async def _rendered(self, template: str | None, arguments: object) -> str:
         """The example as the template writes it, special tokens included; "" where it refuses functions or calls."""
+        function = {"name": formats.EXAMPLE, "arguments": arguments}
+        calls = [{"id": "shownCall", "type": "function", "function": function}]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             prompt = await self._client.chat_prompt(
-                _example(arguments),
+                [{"role": "user", "content": "A question."}, said],
                 tools=[{"type": "function", "function": _TOOL}],
                 chat_template=template,
                 add_generation_prompt=False,
@@ -143,11 +125,6 @@ class ChatStyles:
 def _variables(source: str) -> frozenset[str]:
     """The variables of a template that switch reasoning."""
     return frozenset(_VARIABLE.findall(" ".join(_STRING.sub("''", code) for code in _CODE.findall(source))))
-
-
-def special_ids_of(tokenizer: Tokenizer) -> dict[str, int]:
-    found = {tokenizer.convert_id_to_token(token) or "": token for token in sorted(tokenizer.special_ids)}
-    return {text: token for text, token in found.items() if text}
 
 
 _NAME = re.compile(FUNCTIONS_NAME)
@@ -173,7 +150,7 @@ class Calling:
 
     kind: Literal["auto", "required", "named"]
     names: tuple[str, ...]
-    format: ToolFormat | None
+    format: formats.ToolFormat | None
     form: StructuredOutputsParams
     best_effort: StructuredOutputsParams | None = None
     schemas: Sequence[Mapping[str, Any]] = ()
@@ -183,7 +160,7 @@ class Calling:
 class Thinking:
     """How an answer marks its reasoning; `is_open`: the prompt has begun it."""
 
-    format: ReasoningFormat
+    format: formats.ReasoningFormat
     is_open: bool
 
     @property
@@ -192,7 +169,7 @@ class Thinking:
         return ("" if self.is_open else self.format.opening), self.format.closing
 
 
-def thinking_of(written: ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
+def thinking_of(written: formats.ReasoningFormat, end_of_prompt: str, continues: bool) -> Thinking | None:
     """How an answer to a prompt marks its reasoning; None where none can come."""
     is_open = end_of_prompt.rstrip().endswith(written.opening)
     is_closed = end_of_prompt.rstrip().endswith(written.closing)
@@ -230,12 +207,9 @@ def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyl
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request's tools come to.
+    """What a request's tools come to: functions as the template gets them, without `strict`, and how they are called.
 
-    Attributes:
-        shown: the functions as the template gets them, which is without `strict`; None: it gets none.
-        calling: how the answer calls them; None: it is text.
-        ignored: the fields that change nothing, for the header that names them.
+    `ignored` are the fields that change nothing, for the header that names them.
     """
 
     shown: Sequence[Mapping[str, Any]] | None = None
@@ -271,11 +245,11 @@ def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: bool) -> Calling:
     names = tuple(tool.function.name for tool in tools)
-    written = style.calls or UNKNOWN_FORMAT
+    written = style.calls or formats.UNKNOWN_FORMAT
     reasoning = None if style.reasoning is None else style.reasoning.opening
     with fault_of_tools(names):
         schemas = list(map(_arguments, tools))
-        asked = AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
+        asked = formats.AskedCalls(schemas, names, several, choice == "auto", style.special_ids, reasoning)
         if choice == "auto":
             loose = written.grammar(replace(asked, schemas=[_ANY_ARGUMENTS] * len(tools)))
             is_strict = any(tool.function.strict for tool in tools)
@@ -289,7 +263,7 @@ def _calling(choice: object, tools: Sequence[Tool], style: ChatStyle, several: b
         if choice == "required":
             return Calling("required", names, written, written.grammar(asked), schemas=schemas)
         if style.calls is None:
-            form = StructuredOutputsParams(grammar=f"start: {json_rule(schemas[0])}")
+            form = StructuredOutputsParams(grammar=f"start: {formats.json_rule(schemas[0])}")
             return Calling("named", names, None, form)
         form = written.grammar(replace(asked, several=False))
         return Calling("named", names, written, form, schemas=schemas)

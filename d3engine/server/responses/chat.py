@@ -7,20 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import RequestContext, TextPlaces
-from d3engine.server.responses.extras import LogprobWords, of_prompt
+from d3engine.server.responses.context import LogprobWords, RequestContext, TextPlaces, of_prompt
 from d3engine.server.responses.reading import CallReader, Piece, ReasoningReader
-from d3engine.server.schemas.answers import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    DepthsOfTokens,
-    FunctionCall,
-    ToolCall,
-    ToolCallDelta,
-)
+from d3engine.server.schemas import answers
 from d3engine.server.schemas.requests import ChatRequest
 
 
@@ -47,11 +36,11 @@ class ChatWriter:
             found["prompt_logprobs"] = of_prompt(outputs[0].prompt_logprobs or [])
         return found
 
-    def choices(self, outputs: Sequence[RequestOutput]) -> list[ChatChoice]:
+    def choices(self, outputs: Sequence[RequestOutput]) -> list[answers.ChatChoice]:
         found = []
         for answer in outputs[0].outputs:
             new = self._answer(answer.index)
-            choice: ChatChoice = {
+            choice: answers.ChatChoice = {
                 "index": answer.index,
                 "message": new.message(answer),
                 "logprobs": None,
@@ -61,7 +50,7 @@ class ChatWriter:
             found.append(choice)
         return found
 
-    def chunks(self, number: int, output: RequestOutput) -> list[ChatChunkChoice]:
+    def chunks(self, number: int, output: RequestOutput) -> list[answers.ChatChunkChoice]:
         """What is new of each choice; its role comes first, by itself."""
         found = []
         for answer in output.outputs:
@@ -72,7 +61,7 @@ class ChatWriter:
             deltas = new.deltas(answer)
             if not (deltas or answer.finish_reason or self._tells_tokens):
                 continue
-            nothing: ChatDelta = {} if answer.finish_reason or self._job.calling else {"content": ""}
+            nothing: answers.ChatDelta = {} if answer.finish_reason or self._job.calling else {"content": ""}
             *before, delta = deltas or [nothing]
             found += [_chunk(answer.index, one) for one in before]
             chunk = _chunk(answer.index, delta)
@@ -80,7 +69,9 @@ class ChatWriter:
             found.append(chunk)
         return found
 
-    def _tell_tokens(self, choice: ChatChoice | ChatChunkChoice, new: _Answer, answer: CompletionOutput) -> None:
+    def _tell_tokens(
+        self, choice: answers.ChatChoice | answers.ChatChunkChoice, new: _Answer, answer: CompletionOutput
+    ) -> None:
         choice["logprobs"] = new.logprobs(answer)
         choice["finish_reason"] = new.finish_reason(answer)  # type: ignore[arg-type]  # no other is left here
         if self._asked.return_token_ids:
@@ -136,9 +127,9 @@ class _Answer:
             text, self._drops_space = text.removeprefix(" "), False
         return text
 
-    def message(self, answer: CompletionOutput) -> ChatMessage:
+    def message(self, answer: CompletionOutput) -> answers.ChatMessage:
         reasoning, text = self._parted(answer, is_last=True)
-        found: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        found: answers.ChatMessage = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
             found["content"] = text or None
             found["reasoning_content"] = reasoning
@@ -162,10 +153,10 @@ class _Answer:
         """Tokens of its reasoning so far, the marks around it included."""
         return 0 if self._reasonings is None else bisect_left(self._reasoning_offsets, self._reasonings.end)
 
-    def deltas(self, answer: CompletionOutput) -> list[ChatDelta]:
+    def deltas(self, answer: CompletionOutput) -> list[answers.ChatDelta]:
         is_last = answer.finish_reason is not None
         reasoning, text = self._parted(answer, is_last=is_last)
-        found: list[ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
+        found: list[answers.ChatDelta] = [{"reasoning_content": reasoning}] if reasoning else []
         if self._calls is None:
             return [*found, {"content": text}] if text else found
         return [*found, *map(_delta, self._calls.read(text, is_last=is_last))]
@@ -177,28 +168,28 @@ class _Answer:
             return answer.finish_reason
         return "tool_calls"
 
-    def logprobs(self, answer: CompletionOutput) -> ChatLogprobs | None:
+    def logprobs(self, answer: CompletionOutput) -> answers.ChatLogprobs | None:
         return self._words.of_chat(answer.token_ids, answer.logprobs or []) if self._wants_logprobs else None
 
-    def depths(self, answer: CompletionOutput) -> DepthsOfTokens:
+    def depths(self, answer: CompletionOutput) -> answers.DepthsOfTokens:
         return {"depths": answer.depths, "token_offsets": self._places.of_answer(answer.token_ids)}
 
 
-def _call(pieces: Sequence[Piece], index: int) -> ToolCall:
+def _call(pieces: Sequence[Piece], index: int) -> answers.ToolCall:
     own = [piece for piece in pieces if piece.index == index]
-    function: FunctionCall = {"name": own[0].name or "", "arguments": "".join(piece.text for piece in own)}
+    function: answers.FunctionCall = {"name": own[0].name or "", "arguments": "".join(piece.text for piece in own)}
     return {"id": own[0].id or "", "type": "function", "function": function}
 
 
-def _delta(piece: Piece) -> ChatDelta:
+def _delta(piece: Piece) -> answers.ChatDelta:
     if piece.index is None:
         return {"content": piece.text}
-    call: ToolCallDelta = {"index": piece.index, "function": {"arguments": piece.text}}
+    call: answers.ToolCallDelta = {"index": piece.index, "function": {"arguments": piece.text}}
     if piece.id is not None and piece.name is not None:
         call = {"index": piece.index, "id": piece.id, "type": "function", "function": call["function"]}
         call["function"]["name"] = piece.name
     return {"tool_calls": [call]}
 
 
-def _chunk(index: int, delta: ChatDelta) -> ChatChunkChoice:
+def _chunk(index: int, delta: answers.ChatDelta) -> answers.ChatChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

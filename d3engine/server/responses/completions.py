@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import RequestContext, TextPlaces
-from d3engine.server.responses.extras import LogprobWords, Row, of_prompt
+from d3engine.server.responses.context import LogprobWords, RequestContext, Row, TextPlaces, of_prompt
 from d3engine.server.schemas.answers import CompletionChoice, CompletionLogprobs
 from d3engine.server.schemas.requests import CompletionRequest
 

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from d3engine.server.requests.formats import (
-    SPACE,
-    UNKNOWN_FORMAT,
-    Parts,
-    PythonFormat,
-    ReasoningFormat,
-    ToolFormat,
-    XmlFormat,
-    is_raw_text,
-)
+from d3engine.server.requests import formats
 from d3engine.server.requests.tools import Calling
 
 LONGEST_HEAD = 300
@@ -42,7 +33,7 @@ class CallReader:
 
     def __init__(self, calling: Calling) -> None:
         self._calling = calling
-        self._format = calling.format
+        self._format = calling.format or formats.UNKNOWN_FORMAT
         self.num_calls = 0
         self._waiting = ""
         self._awaits_opening = self._may_be_bare = calling.kind == "auto"
@@ -54,12 +45,12 @@ class CallReader:
         return self._arguments is not None
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        if self._format is None:
+        if self._calling.format is None:
             begun = [] if self.num_calls else [self._begin(self._calling.names[0])]
             return [*begun, *([Piece(text, 0)] if text else [])]
         self._waiting += text
         found: list[Piece] = []
-        while self._waiting and (new := self._next(self._format)) is not None:
+        while self._waiting and (new := self._next()) is not None:
             found.append(new)
         if is_last and self._is_plain:
             found.append(Piece(self._waiting))
@@ -68,18 +59,14 @@ class CallReader:
     @property
     def _is_plain(self) -> bool:
         """Whether what waits at the end of an answer is text, and not the beginning of a call that was cut."""
-        begins = any(opening[:6] in self._waiting for opening in self._openings)
+        begins = any(opening[:6] in self._waiting for opening in self._format.openings)
         return self._awaits_opening and not begins
 
-    @property
-    def _openings(self) -> tuple[str, ...]:
-        return () if self._format is None else self._format.openings
-
-    def _next(self, written: ToolFormat) -> Piece | None:
+    def _next(self) -> Piece | None:
         """The next piece of what waits; None where more must come first."""
         if self._may_be_bare:
-            is_bare = self._begins_bare(written)
-            if not is_bare and self._may_become_bare(written):
+            is_bare = self._begins_bare()
+            if not is_bare and self._may_become_bare():
                 return None
             self._may_be_bare, self._awaits_opening = False, not is_bare
         if self._awaits_opening:
@@ -90,42 +77,42 @@ class CallReader:
             if self._arguments.is_over:
                 self._arguments = None
             return Piece(piece, self.num_calls - 1) if piece or used else None
-        head = _head_pattern(written).match(self._waiting)
+        head = _head_pattern(self._format).match(self._waiting)
         if head is not None and head["name"] in self._calling.names:
             self._waiting = self._waiting[head.end() :]
-            self._arguments = self._arguments_of(head["name"], written)
+            self._arguments = self._arguments_of(head["name"])
             return self._begin(head["name"])
         return None
 
-    def _arguments_of(self, name: str, written: ToolFormat) -> _Arguments:
-        if isinstance(written, XmlFormat):
+    def _arguments_of(self, name: str) -> _Arguments:
+        if isinstance(self._format, formats.XmlFormat):
             schemas = dict(zip(self._calling.names, self._calling.schemas, strict=False))
             return _XmlArguments(schemas.get(name, {}))
-        return _PythonArguments() if isinstance(written, PythonFormat) else _JsonArguments()
+        return _PythonArguments() if isinstance(self._format, formats.PythonFormat) else _JsonArguments()
 
-    def _begins_bare(self, written: ToolFormat) -> bool:
-        after = "" if isinstance(written, PythonFormat) else rf"{SPACE}\{{"
-        return any(_bare_pattern(written, name, after).match(self._waiting) for name in self._calling.names)
+    def _begins_bare(self) -> bool:
+        after = "" if isinstance(self._format, formats.PythonFormat) else rf"{formats.SPACE}\{{"
+        return any(_bare_pattern(self._format, name, after).match(self._waiting) for name in self._calling.names)
 
-    def _may_become_bare(self, written: ToolFormat) -> bool:
+    def _may_become_bare(self) -> bool:
         """Whether what waits can go on to be the beginning of a bare call."""
-        ends: Parts = [] if isinstance(written, PythonFormat) else [["{"]]
-        heads = written.bare_parts(self._calling.names)
+        ends: formats.Parts = [] if isinstance(self._format, formats.PythonFormat) else [["{"]]
+        heads = self._format.bare_parts(self._calling.names)
         return len(self._waiting) < LONGEST_HEAD and any(_may_become(self._waiting, [*one, *ends]) for one in heads)
 
     def _before_opening(self) -> Piece | None:
         """The text before a call; what may belong to an opening waits."""
-        places = [place for opening in self._openings if (place := self._waiting.find(opening)) >= 0]
+        places = [place for opening in self._format.openings if (place := self._waiting.find(opening)) >= 0]
         self._awaits_opening = not places
-        begun = max((_num_begun(self._waiting, one) for one in self._openings), default=0)
+        begun = max((_num_begun(self._waiting, one) for one in self._format.openings), default=0)
         end = min(places) if places else len(self._waiting) - begun
-        text = self._waiting[:end].rstrip() if self._openings else self._waiting
+        text = self._waiting[:end].rstrip() if self._format.openings else self._waiting
         self._waiting = self._waiting[end:] if places else self._waiting[len(text) :]
         return Piece(text) if text or places else None
 
     def _begin(self, name: str) -> Piece:
         self.num_calls += 1
-        return Piece("", self.num_calls - 1, (self._format or UNKNOWN_FORMAT).new_id(), name)
+        return Piece("", self.num_calls - 1, self._format.new_id(), name)
 
 
 def _num_begun(text: str, mark: str) -> int:
@@ -134,16 +121,16 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 @lru_cache(64)
-def _head_pattern(written: ToolFormat) -> re.Pattern[str]:
+def _head_pattern(written: formats.ToolFormat) -> re.Pattern[str]:
     return written.head_pattern()
 
 
 @lru_cache(1024)
-def _bare_pattern(written: ToolFormat, name: str, after: str) -> re.Pattern[str]:
+def _bare_pattern(written: formats.ToolFormat, name: str, after: str) -> re.Pattern[str]:
     return re.compile(written.bare_pattern(name) + after if written.is_bare else "(?!)")
 
 
-def _may_become(text: str, parts: Parts) -> bool:
+def _may_become(text: str, parts: formats.Parts) -> bool:
     """Whether a text can go on to be these parts with space between them; each is one of several."""
     for options in parts:
         text = text.lstrip()
@@ -251,7 +238,7 @@ class _XmlArguments(_Arguments):
     def _written(self, name: str, value: str) -> str:
         own = (self._schema.get("properties") or {}).get(name)
         shared = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
-        is_text = isinstance(own, Mapping) and is_raw_text({**own, **shared})
+        is_text = isinstance(own, Mapping) and formats.is_raw_text({**own, **shared})
         return self._member(name, json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value)))
 
 
@@ -267,7 +254,7 @@ def _as_json(value: str) -> str:
 class ReasoningReader:
     """Parts an answer into its reasoning, which the prompt has begun where it `is_open`, and what follows it."""
 
-    def __init__(self, written: ReasoningFormat, *, is_open: bool) -> None:
+    def __init__(self, written: formats.ReasoningFormat, *, is_open: bool) -> None:
         self._format = written
         self._waiting = ""
         self._is_reasoning: bool | None = True if is_open else None

@@ -17,8 +17,7 @@ from d3engine.request.constraint import FAULT_PREFIX
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import RequestError
 from d3engine.server.metrics import RequestMeter
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.extras import UsageCounter
+from d3engine.server.responses.context import RequestContext, UsageCounter
 from d3engine.server.schemas.answers import PromptProgress
 
 if TYPE_CHECKING:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from d3engine.server.errors import RequestError, as_request_error, error_body
+from d3engine.server.errors import DONE, RequestError, as_request_error, failed_events
 from d3engine.server.responses.running import DirectStream, unless_disconnected
 
-EVENTS = b"text/event-stream; charset=utf-8"
-LINES = b"application/x-ndjson"
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -25,26 +24,25 @@ def named_event(content: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
-class StreamForm(Protocol):
-    """What of a stream depends on whose interface it is."""
+@dataclass(frozen=True)
+class StreamForm:
+    """What of a stream depends on whose interface it is.
 
-    ping: bytes
-    """Goes into a silence."""
-    end: bytes
-    """Comes last, after all events."""
+    Attributes:
+        failed: makes what comes last instead of `end`, where an answer fails that has begun.
+        ping: goes into a silence.
+        end: comes last, after all events.
+        media_type: of the stream. One of lines has no pings: there is no word for them.
+    """
 
-    def failed(self, error: RequestError) -> bytes:
-        """Comes last instead, where an answer fails that has begun."""
+    failed: Callable[[RequestError], bytes]
+    ping: bytes = b": still here\n\n"
+    end: bytes = b""
+    media_type: bytes = b"text/event-stream; charset=utf-8"
 
 
-class OpenAIForm:
-    """Of completions and chats."""
-
-    ping = b": still here\n\n"
-    end = b"data: [DONE]\n\n"
-
-    def failed(self, error: RequestError) -> bytes:
-        return b"data: " + error_body(error) + b"\n\n" + self.end
+OPENAI_FORM = StreamForm(failed_events, end=DONE)
+"""Of completions and chats."""
 
 
 class EventStream(Response):
@@ -52,11 +50,8 @@ class EventStream(Response):
 
     Args:
         events: each item is one or more whole events. An error before the first is raised; a later one ends the stream.
-        headers: further ones of the response.
         ping_interval: seconds of silence after which a ping keeps proxies from hanging up; 0: never.
-        form: whose events they are.
         straight: by which events after the first may go past this response, while its connection has an outlet.
-        media_type: of the stream; `LINES` for one whose events are lines of JSON.
     """
 
     def __init__(
@@ -67,16 +62,15 @@ class EventStream(Response):
         ping_interval: float,
         form: StreamForm,
         straight: DirectStream | None = None,
-        media_type: bytes = EVENTS,
     ) -> None:
         super().__init__(headers=headers or {})
         self.raw_headers = [
-            (b"content-type", media_type),
+            (b"content-type", form.media_type),
             *HEADERS,
             *(given for given in self.raw_headers if given[0] != b"content-length"),
         ]
         self._events = events
-        self._ping_interval = ping_interval or None
+        self._ping_interval = ping_interval if form.ping else 0.0
         self._form = form
         self._straight = straight or DirectStream()
         self._state: dict[str, Any] = {}
@@ -128,9 +122,7 @@ class _Writer:
 
     async def end(self, last: bytes) -> None:
         async with self._turn:
-            self._num_own += 1
-            await self._begin()
-            await self._send(_body(last, more=False))
+            await self._write(last, more=False)
 
     @property
     def num_writes(self) -> int:
@@ -142,15 +134,12 @@ class _Writer:
             if self.num_writes == num_writes:
                 await self._write(self._ping)
 
-    async def _write(self, content: bytes) -> None:
+    async def _write(self, content: bytes, *, more: bool = True) -> None:
         self._num_own += 1
-        await self._begin()
-        await self._send(_body(content, more=True))
-
-    async def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": content, "more_body": more})
 
 
 class _Silence:
@@ -179,7 +168,3 @@ class _Silence:
         if self._pinging is not None:
             self._pinging.cancel()
             await asyncio.gather(self._pinging, return_exceptions=True)
-
-
-def _body(content: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": content, "more_body": more}

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
-from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.extras import UsageCounter
-from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, while_connected, whole_output
-from d3engine.server.responses.streams import EVENTS, EventStream, OpenAIForm, StreamForm
+from d3engine.server.responses.context import RequestContext, UsageCounter
+from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, whole_output
+from d3engine.server.responses.streams import OPENAI_FORM, EventStream, StreamForm
 from d3engine.server.schemas.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -54,7 +52,7 @@ class SingleAnswer:
 
     def __init__(self, job: RequestContext[ChatRequest]) -> None:
         self._job = job
-        self._writer = ChatWriter(job)
+        self.writer = ChatWriter(job)
         self.tally = UsageCounter(job)
 
     async def whole(self) -> Delta:
@@ -62,7 +60,7 @@ class SingleAnswer:
 
     def of_whole(self, output: RequestOutput) -> Delta:
         """The same from the whole output, which the tally has."""
-        (choice,) = self._writer.choices([output])
+        (choice,) = self.writer.choices([output])
         message = choice["message"]
         whole: list[ToolCallDelta] = [
             {"index": index, "id": call["id"], "type": "function", "function": {**call["function"]}}
@@ -74,17 +72,13 @@ class SingleAnswer:
     def news(self, output: RequestOutput) -> Delta | None:
         """What a delta brings, if that is worth telling."""
         self.tally.add(0, output)
-        chunks = self._writer.chunks(0, output)
+        chunks = self.writer.chunks(0, output)
         if not chunks:
             return None
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
         reasoning = "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks)
         return _news(text, calls, output, chunks, reasoning)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._writer.num_reasoning_tokens
 
 
 def _news(
@@ -136,35 +130,27 @@ class Answer(Protocol):
         all outputs comes with the last of them."""
 
 
-async def answer(request: Request, job: RequestContext[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
+async def answer(job: RequestContext[Any], writer: Writer, headers: Mapping[str, str]) -> Response:
     """Run a job and answer as its request asks for."""
     told = _Choices(job, writer)
     tell = told.progress if job.asked.return_progress and len(job.prepared) == 1 else None
-    return await respond(request, job, told, headers, tell_progress=tell)
+    return await respond(job, told, headers, tell_progress=tell)
 
 
 async def respond(
-    request: Request,
     job: RequestContext[Any],
     told: Answer,
     headers: Mapping[str, str],
     *,
-    media_type: bytes = EVENTS,
     tell_progress: Callable[[PromptProgress], bytes] | None = None,
 ) -> Response:
-    """The same for an answer of any form; `tell_progress` makes events of how far its prompt is computed.
-
-    Only a stream of events has pings: lines have no word for them.
-    """
+    """The same for an answer of any form; `tell_progress` makes events of how far its prompt is computed."""
     if job.asked.stream:
-        interval = job.served.settings.sse_keep_alive_seconds if media_type == EVENTS else 0.0
         straight = DirectStream()
         events = _events(job, told, straight, tell_progress)
-        return EventStream(
-            events, headers, ping_interval=interval, form=told.form, straight=straight, media_type=media_type
-        )
-    found = await while_connected(request, told.whole())
-    return json_response(found, headers)
+        interval = job.served.settings.sse_keep_alive_seconds
+        return EventStream(events, headers, ping_interval=interval, form=told.form, straight=straight)
+    return json_response(await told.whole(), headers)
 
 
 async def _events(
@@ -197,7 +183,7 @@ async def _events(
 class _Choices:
     """An answer in choices."""
 
-    form = OpenAIForm()
+    form = OPENAI_FORM
 
     def __init__(self, job: RequestContext[Any], writer: Writer) -> None:
         self._job = job

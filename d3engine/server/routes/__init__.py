@@ -1,1 +1,1 @@
-"""One file for each family of routes; each is a function from a request and `AppState` to a response."""
+"""One file for each family of routes: what one interface has of its own to read requests, and to write answers."""

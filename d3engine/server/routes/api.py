@@ -14,20 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from d3engine.errors import InvalidValueError, TokenizerError, require
+from d3engine.errors import InvalidValueError, TokenizerError, must_be, require
 from d3engine.server.errors import RequestError, invalid
 from d3engine.server.models import FurtherModels
 from d3engine.server.requests.bodies import read_body
-from d3engine.server.requests.chat import chat_job, chat_prompt, tool_use
-from d3engine.server.requests.completions import completion_job
-from d3engine.server.requests.messages import count_tokens, message_job
-from d3engine.server.requests.responses import response_job
+from d3engine.server.requests.chat import chat_prompt, job_of, tool_use
+from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.responses.chat import ChatWriter
 from d3engine.server.responses.completions import CompletionWriter
-from d3engine.server.responses.messages import MessageAnswer
-from d3engine.server.responses.responses import ResponseAnswer
 from d3engine.server.responses.running import while_connected
-from d3engine.server.responses.writer import answer, respond
+from d3engine.server.responses.writer import answer
+from d3engine.server.routes.messages import count_message_tokens, create_message
+from d3engine.server.routes.responses import create_response
 from d3engine.server.schemas import answers, messages, requests, responses
 from d3engine.server.schemas.requests import ChatRequest, TokenizeRequest
 from d3engine.server.state import AppState, ModelCard, ModelList, json_response, no_such_model, served_by
@@ -73,41 +71,35 @@ class Route(routing.Route):
         self.unwell, self.loads, self.queries = unwell, loads, queries
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            response = await endpoint(Request(scope, receive, send))
+            request = Request(scope, receive, send)
+            # What changes the server is not ended half way, and what has no body takes no time.
+            work = endpoint(request)
+            response = await (work if body is None or loads else while_connected(request, work))
             await response(scope, receive, send)
 
         self.app = respond
 
 
+DEFAULT_MAX_TOKENS = 16
+"""Of completions: OpenAI's."""
+
+
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    job, headers = await while_connected(request, chat_job(request))
-    return await answer(request, job, ChatWriter(job), headers)
+    asked, headers = await read_body(request, ChatRequest)
+    job, headers = await job_of(request, asked, headers, id_prefix="chatcmpl-")
+    return await answer(job, ChatWriter(job), headers)
 
 
 async def create_completion(request: Request) -> Response:
     """Go on from prompts."""
-    job, headers = await while_connected(request, completion_job(request))
-    return await answer(request, job, CompletionWriter(job), headers)
-
-
-async def create_message(request: Request) -> Response:
-    """Answer a conversation, as Anthropic has it."""
-    job, headers = await while_connected(request, message_job(request))
-    return await respond(request, job, MessageAnswer(job), headers)
-
-
-async def count_message_tokens(request: Request) -> Response:
-    """Count a conversation's tokens."""
-    number, headers = await while_connected(request, count_tokens(request))
-    found: messages.TokenCount = {"input_tokens": number}
-    return json_response(found, headers)
-
-
-async def create_response(request: Request) -> Response:
-    """Answer a conversation, as OpenAI's responses."""
-    job, asked, headers = await while_connected(request, response_job(request))
-    return await respond(request, job, ResponseAnswer(job, asked), headers)
+    asked, headers = await read_body(request, requests.CompletionRequest)
+    if asked.max_tokens is None:
+        asked.max_tokens = DEFAULT_MAX_TOKENS
+    if asked.max_tokens == 0 and not asked.echo:
+        raise invalid("max_tokens", must_be("max_tokens", 0, "at least 1, unless echo is true") + ".")
+    job = await completion_job_of(request, asked, id_prefix="cmpl-")
+    return await answer(job, CompletionWriter(job), headers)
 
 
 async def list_models(request: Request) -> Response:

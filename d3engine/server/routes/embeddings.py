@@ -1,9 +1,11 @@
-"""POST /v1/embeddings, and what routes of other interfaces make of the same inputs."""
+"""POST /v1/embeddings, and /v1/score and /v1/rerank: how well documents answer a query, by the probability of "yes"."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import time
 from collections.abc import Awaitable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -12,20 +14,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from d3engine.engine.model_directory import own_pooling
-from d3engine.errors import InvalidValueError, ModelFormatError, require
+from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import DEFAULT_POOLING, POOLINGS, pooling_params
 from d3engine.request.pooling import FloatArray, embedding_of
+from d3engine.request.scoring import ANSWERS, TEMPLATE_VARIABLES, answer_params, judgement, score_of
 from d3engine.server.errors import invalid
 from d3engine.server.requests.bodies import check_priority, most_work, read_body
-from d3engine.server.requests.chat import by_names
+from d3engine.server.requests.chat import chat_prompt
 from d3engine.server.requests.completions import prepare_all, prompts_of, without_special_tokens
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.running import while_connected, whole_output
+from d3engine.server.responses.running import whole_output
 from d3engine.server.routes.api import Route
-from d3engine.server.schemas.embeddings import DIMENSIONS, EmbeddingList, EmbeddingRequest
-from d3engine.server.schemas.requests import Prompt
+from d3engine.server.schemas import embeddings
+from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.state import AppState, json_response, served_by
 
 T = TypeVar("T")
@@ -37,79 +41,49 @@ MAX_INPUTS = 2048
 async def create_embeddings(request: Request) -> Response:
     """Embed texts."""
     served = served_by(request)
-    asked, headers = await read_body(request, EmbeddingRequest)
+    asked, headers = await read_body(request, embeddings.EmbeddingRequest)
     model = served.models.check(asked.model)
     check_priority(served, asked.priority)
     encoding = asked.encoding_format or "float"
     require(encoding in ("float", "base64"), "encoding_format", encoding, '"float" or "base64"')
-    work = embedded(
-        request,
-        asked.input,
-        model,
-        field="input",
-        pooling=asked.pooling,
-        normalize=asked.normalize is not False,
-        dimensions=asked.dimensions,
-        add_special_tokens=asked.add_special_tokens is not False,
-        priority=asked.priority,
-    )
-    vectors, num_tokens = await while_connected(request, work)
-    answer: EmbeddingList = {
+    vectors, num_tokens = await embedded(request, asked, model)
+    found: list[list[float] | str] = [
+        base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()
+        for vector in vectors
+    ]
+    answer: embeddings.EmbeddingList = {
         "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
-            for index, vector in enumerate(vectors)
-        ],
+        "data": [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(found)],
         "model": model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_response(answer, headers)
 
 
-def _encoded(vector: FloatArray, encoding: str) -> list[float] | str:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
-    return found
-
-
 async def embedded(
-    request: Request,
-    given: Prompt,
-    model: str,
-    *,
-    field: str,
-    pooling: str | None = None,
-    normalize: bool = True,
-    dimensions: int | None = None,
-    add_special_tokens: bool = True,
-    truncate: bool = False,
-    priority: int | None = None,
+    request: Request, asked: embeddings.EmbeddingRequest, model: str, *, field: str = "input", truncate: bool = False
 ) -> tuple[list[FloatArray], int]:
-    """The embeddings of what stands in this field, and how many tokens that had; with `truncate` of its beginning
-    where it is too long.
+    """The embeddings of the input, and how many tokens that had; with `truncate` of its beginning where it is too long.
 
-    Raises `RequestError` and `InvalidValueError` naming the field.
-
-    Inputs of one request run side by side in as many places as are free, and one at least.
+    Raises `RequestError` and `InvalidValueError` naming `field`, which the interface has for it. Inputs of one request
+    run side by side in as many places as are free, and one at least.
     """
     served = served_by(request)
-    params = pooling_params(await _pooling(served, pooling))
-    if dimensions is not None:
-        DIMENSIONS.check("dimensions", dimensions)
+    params = pooling_params(await _pooling(served, asked.pooling))
+    if (dimensions := asked.dimensions) is not None:
+        embeddings.DIMENSIONS.check("dimensions", dimensions)
         size = served.client.config.hidden_size
         require(dimensions <= size, "dimensions", dimensions, f"at most {size}, the model's own")
     with by_names({"prompt": field, "prompt_token_ids": field}):
-        prompts = prompts_of(given, served, MAX_INPUTS)
+        prompts = prompts_of(asked.input, served, MAX_INPUTS)
         check_texts(served, prompts)
-        if not add_special_tokens:
+        if asked.add_special_tokens is False:
             prompts = await without_special_tokens(served, prompts)
         if truncate:
             prompts = [await served.in_thread(_cut, served, prompt) for prompt in prompts]
-        limits = {"priority": priority, "max_tokens": None}
-        prepared = await prepare_all(request, prompts, params, model=model, **limits)
+        prepared = await prepare_all(request, prompts, params, model=model, priority=asked.priority)
     most = places_side_by_side(request, len(prepared))
-    finish = {"normalize": normalize, "dimensions": dimensions}
+    finish = {"normalize": asked.normalize is not False, "dimensions": dimensions}
     vectors = await all_of([_vector(served, one, finish) for one in prepared], most)
     return vectors, sum(len(one.prompt_token_ids) for one in prepared)
 
@@ -183,4 +157,79 @@ async def all_of(work: Sequence[Awaitable[T]], most: int) -> list[T]:
     return [found[number] for number in range(len(work))]
 
 
-ROUTES = (Route("/v1/embeddings", create_embeddings, EmbeddingRequest, EmbeddingList),)
+async def create_scores(request: Request) -> Response:
+    """Score pairs of texts."""
+    asked, headers = await read_body(request, embeddings.ScoreRequest)
+    queries, documents = ([one] if isinstance(one, str) else one for one in (asked.text_1, asked.text_2))
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    allowed = f"one text, or as many as text_2 has ({len(documents)})"
+    require(len(queries) == len(documents), "text_1", f"{len(queries)} texts", allowed)
+    model, scores, num_tokens = await _scored(request, asked, list(zip(queries, documents, strict=True)), "text_2")
+    answer: embeddings.ScoreList = {
+        "id": f"score-{os.urandom(16).hex()}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return json_response(answer, headers)
+
+
+async def create_ranking(request: Request) -> Response:
+    """Rank documents for a query."""
+    asked, headers = await read_body(request, embeddings.RerankRequest)
+    most = len(asked.documents) if asked.top_n is None else require_integer("top_n", asked.top_n, 1)
+    pairs = [(asked.query, document) for document in asked.documents]
+    model, scores, num_tokens = await _scored(request, asked, pairs, "documents")
+    results: list[embeddings.Ranked] = [
+        {"index": index, "relevance_score": score} for index, score in enumerate(scores)
+    ]
+    if asked.return_documents is not False:
+        for one in results:
+            one["document"] = {"text": asked.documents[one["index"]]}
+    results.sort(key=lambda one: -one["relevance_score"])
+    answer: embeddings.Ranking = {
+        "id": f"rerank-{os.urandom(16).hex()}",
+        "model": model,
+        "results": results[:most],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return json_response(answer, headers)
+
+
+async def _scored(
+    request: Request,
+    asked: embeddings.ScoreRequest | embeddings.RerankRequest,
+    pairs: Sequence[tuple[str, str]],
+    field: str,
+) -> tuple[str, list[float], int]:
+    """The model's name, the scores of (query, document) pairs, and how many tokens these had. Raises as `job_of`."""
+    served = served_by(request)
+    model = served.models.check(asked.model)
+    check_priority(served, asked.priority)
+    allowed = f"1 to {MAX_INPUTS} texts"
+    require(0 < len(pairs) <= MAX_INPUTS, field, f"{len(pairs)} texts", allowed)
+    with by_names({"prompt": field, "prompt_token_ids": field}):
+        check_texts(served, [query + document for query, document in pairs])
+        params = [answer_params(served.tokenizer.encode(one, add_special_tokens=False), one) for one in ANSWERS]
+        chat = ChatRequest(messages=[], chat_template_kwargs=TEMPLATE_VARIABLES)
+        prompts = [await chat_prompt(served, chat, judgement(*pair, asked.instruction)) for pair in pairs]
+        yes, no = [await prepare_all(request, prompts, one, model=model, priority=asked.priority) for one in params]
+    most = places_side_by_side(request, len(pairs))
+    scores = await all_of([_score(served, *two) for two in zip(yes, no, strict=True)], most)
+    return model, scores, sum(len(one.prompt_token_ids) for one in yes)
+
+
+async def _score(served: AppState, yes: EngineRequest, no: EngineRequest) -> float:
+    return score_of(await output_of(served, yes, "score-"), await output_of(served, no, "score-"))
+
+
+ROUTES = (
+    Route("/v1/embeddings", create_embeddings, embeddings.EmbeddingRequest, embeddings.EmbeddingList),
+    Route("/v1/score", create_scores, embeddings.ScoreRequest, embeddings.ScoreList),
+    Route("/score", create_scores, embeddings.ScoreRequest, embeddings.ScoreList),
+    Route("/v1/rerank", create_ranking, embeddings.RerankRequest, embeddings.Ranking),
+    Route("/rerank", create_ranking, embeddings.RerankRequest, embeddings.Ranking),
+)

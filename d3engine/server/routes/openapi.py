@@ -107,7 +107,8 @@ def description(routes: Sequence[Route], served: AppState) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
-        paths.setdefault(path, {}).update(_operations(path, route))
+        (method,) = set(route.methods or ()) - {"HEAD"}
+        paths.setdefault(path, {})[method.lower()] = _operation(path, method.lower(), route)
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -158,18 +159,17 @@ def _error_of(path: str) -> Any:
     return ollama.OllamaError if path.startswith(OLLAMAS_ROOT + "/") else Error
 
 
-def _operations(path: str, route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
+def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
     error = _error_of(path)
-    for method in sorted(set(route.methods or ()) - {"HEAD"}):
-        operation: dict[str, Any] = {
-            "summary": (route.endpoint.__doc__ or "").strip(),
-            "operationId": f"{method.lower()}_{route.name}",
-            "parameters": list(_parameters(path, route)),
-            "responses": {"200": _answer(route, error), **_errors(route, error)},
-        }
-        if route.body is not None:
-            operation["requestBody"] = {"required": True, "content": _content(route.body)}
-        yield method.lower(), operation
+    operation: dict[str, Any] = {
+        "summary": (route.endpoint.__doc__ or "").strip(),
+        "operationId": f"{method}_{route.name}",
+        "parameters": list(_parameters(path, route)),
+        "responses": {"200": _answer(route, error), **_errors(route, error)},
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.body)}
+    return operation
 
 
 def _parameters(path: str, route: Route) -> Iterator[dict[str, Any]]:
@@ -213,18 +213,14 @@ def _errors(route: Route, error: Any) -> dict[str, dict[str, Any]]:
     own = (*(WITH_BODY if route.body is not None else ()), *((403,) if route.loads else ()))
     for status in sorted((*ALWAYS, *own)):
         is_unwell = status == 503 and route.unwell is not None
+        phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
         names = ["X-Request-Id", *(["Retry-After"] if status in RETRY and not is_unwell else [])]
         found[str(status)] = {
-            "description": _says(status),
+            "description": f"{phrase}: {TYPES.get(status, 'invalid_request_error')}.",
             "headers": _headers(*names),
             "content": _content(route.unwell if is_unwell else error),
         }
     return found
-
-
-def _says(status: int) -> str:
-    phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
-    return f"{phrase}: {TYPES.get(status, 'invalid_request_error')}."
 
 
 def _headers(*names: str) -> dict[str, Any]:

@@ -11,6 +11,17 @@ ErrorType = Annotated[str, described(enum=sorted(set(TYPES.values())))]
 AnthropicsErrorType = Annotated[str, described(enum=sorted({*ANTHROPICS_TYPES.values(), "invalid_request_error"}))]
 
 
+def event(name: str, says: str, /, *types: str, **fields: Any) -> Any:
+    """The shape of an event, of one of these types; its `d3ext` may be absent."""
+    typed_dict: Any = TypedDict
+    literal: Any = Literal
+    not_required: Any = NotRequired
+    own = {field: not_required[kind] if field == "d3ext" else kind for field, kind in fields.items()}
+    made = typed_dict(name, {"type": literal[types], **own})
+    made.__doc__ = says
+    return made
+
+
 class ErrorDetail(TypedDict):
     """What is wrong, and with which field."""
 

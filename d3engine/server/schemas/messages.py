@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Struct
 
-from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary
+from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary, event
 from d3engine.server.schemas.requests import (
     MESSAGES,
     Depth,
@@ -157,38 +157,6 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
-class MessageStart(TypedDict):
-    """The message without its content."""
-
-    type: Literal["message_start"]
-    message: Message
-
-
-class BlockStart(TypedDict):
-    """A block that is empty as yet."""
-
-    type: Literal["content_block_start"]
-    index: int
-    content_block: Block
-
-
-class BlockDelta(TypedDict):
-    """What is new of a block: {"type": "text_delta", "text"}, {"type": "thinking_delta", "thinking"}, or
-    {"type": "input_json_delta", "partial_json"}."""
-
-    type: Literal["content_block_delta"]
-    index: int
-    delta: dict[str, str]
-    d3ext: NotRequired[DepthsOfTokens]
-
-
-class BlockStop(TypedDict):
-    """A block is whole."""
-
-    type: Literal["content_block_stop"]
-    index: int
-
-
 class MessageEnd(TypedDict):
     """Why a message ends."""
 
@@ -196,25 +164,22 @@ class MessageEnd(TypedDict):
     stop_sequence: str | None
 
 
-class MessageDelta(TypedDict):
-    """What is known at the end."""
+_DELTA = """What is new of a block: {"type": "text_delta", "text"}, {"type": "thinking_delta", "thinking"}, or
+    {"type": "input_json_delta", "partial_json"}."""
 
-    type: Literal["message_delta"]
-    delta: MessageEnd
-    usage: MessageUsage
-    d3ext: NotRequired[DepthSummary]
-
-
-class MessageStop(TypedDict):
-    """The last event."""
-
-    type: Literal["message_stop"]
-
-
-class Ping(TypedDict):
-    """Goes into a silence."""
-
-    type: Literal["ping"]
-
-
-MESSAGE_EVENTS: tuple[Any, ...] = (MessageStart, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop, Ping)
+MESSAGE_EVENTS: tuple[Any, ...] = (
+    event("MessageStart", "The message without its content.", "message_start", message=Message),
+    event("BlockStart", "A block that is empty as yet.", "content_block_start", index=int, content_block=Block),
+    event("BlockDelta", _DELTA, "content_block_delta", index=int, delta=dict[str, str], d3ext=DepthsOfTokens),
+    event("BlockStop", "A block is whole.", "content_block_stop", index=int),
+    event(
+        "MessageDelta",
+        "What is known at the end.",
+        "message_delta",
+        delta=MessageEnd,
+        usage=MessageUsage,
+        d3ext=DepthSummary,
+    ),
+    event("MessageStop", "The last event.", "message_stop"),
+    event("Ping", "Goes into a silence.", "ping"),
+)

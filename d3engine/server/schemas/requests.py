@@ -81,11 +81,9 @@ S = TypeVar("S", bound=Struct)
 
 @dataclass(frozen=True)
 class SamplingNames:
-    """The sampling fields of an API, which decorates its shapes: their types and bounds are those of `SamplingParams`.
+    """The sampling fields of an API, which decorates its shapes; types and bounds are those of `SamplingParams`.
 
-    Attributes:
-        same: those under the names that they have there.
-        others: the API's name -> the name there.
+    `same` have the names that they have there; `others` are the API's name -> the name there.
     """
 
     same: Sequence[str] = ()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 
 from msgspec import Struct
 
-from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary
+from d3engine.server.schemas.answers import DepthsOfTokens, DepthSummary, event
 from d3engine.server.schemas.requests import (
     RESPONSES,
     Depth,
@@ -189,109 +189,66 @@ class ModelResponse(TypedDict):
     d3ext: NotRequired[DepthSummary]
 
 
-class _Numbered(TypedDict):
-    sequence_number: int
+def _event(name: str, says: str, /, *types: str, **fields: Any) -> Any:
+    return event(name, says, *(f"response.{one}" for one in types), sequence_number=int, **fields)
 
 
-class ResponseEvent(_Numbered):
-    """How far the response is."""
-
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
-    response: ModelResponse
-
-
-class ItemEvent(_Numbered):
-    """An item of the output begins, or is whole."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(_Numbered):
-    """A part of a message begins, or is whole."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    part: Annotated[dict[str, Any], one_of("OutputText", "ReasoningText")]
-
-
-class TextDelta(_Numbered):
-    """What is new of a text."""
-
-    type: Literal["response.output_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: list[Any]
-    d3ext: NotRequired[DepthsOfTokens]
-
-
-class ReasoningDelta(_Numbered):
-    """What is new of reasoning."""
-
-    type: Literal["response.reasoning_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    d3ext: NotRequired[DepthsOfTokens]
-
-
-class ReasoningDone(_Numbered):
-    """Reasoning is whole."""
-
-    type: Literal["response.reasoning_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-
-
-class TextDone(_Numbered):
-    """A text is whole."""
-
-    type: Literal["response.output_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int
-    text: str
-    logprobs: list[Any]
-
-
-class ArgumentsDelta(_Numbered):
-    """What is new of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.delta"]
-    item_id: str
-    output_index: int
-    delta: str
-    d3ext: NotRequired[DepthsOfTokens]
-
-
-class ArgumentsDone(_Numbered):
-    """The arguments of a call are whole."""
-
-    type: Literal["response.function_call_arguments.done"]
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
+_STATES = ("created", "in_progress", "completed", "incomplete", "failed")
+_OF_ITEM = {"item_id": str, "output_index": int}
+_OF_PART = {**_OF_ITEM, "content_index": int}
+_PART = Annotated[dict[str, Any], one_of("OutputText", "ReasoningText")]
 
 RESPONSE_EVENTS: tuple[Any, ...] = (
-    ResponseEvent,
-    ItemEvent,
-    PartEvent,
-    ReasoningDelta,
-    ReasoningDone,
-    TextDelta,
-    TextDone,
-    ArgumentsDelta,
-    ArgumentsDone,
+    _event("ResponseEvent", "How far the response is.", *_STATES, response=ModelResponse),
+    _event(
+        "ItemEvent",
+        "An item of the output begins, or is whole.",
+        "output_item.added",
+        "output_item.done",
+        output_index=int,
+        item=OutputItem,
+    ),
+    _event(
+        "PartEvent",
+        "A part of a message begins, or is whole.",
+        "content_part.added",
+        "content_part.done",
+        **_OF_PART,
+        part=_PART,
+    ),
+    _event(
+        "ReasoningDelta",
+        "What is new of reasoning.",
+        "reasoning_text.delta",
+        **_OF_PART,
+        d3ext=DepthsOfTokens,
+        delta=str,
+    ),
+    _event("ReasoningDone", "Reasoning is whole.", "reasoning_text.done", **_OF_PART, text=str),
+    _event(
+        "TextDelta",
+        "What is new of a text.",
+        "output_text.delta",
+        **_OF_PART,
+        d3ext=DepthsOfTokens,
+        delta=str,
+        logprobs=list[Any],
+    ),
+    _event("TextDone", "A text is whole.", "output_text.done", **_OF_PART, text=str, logprobs=list[Any]),
+    _event(
+        "ArgumentsDelta",
+        "What is new of a call's arguments.",
+        "function_call_arguments.delta",
+        **_OF_ITEM,
+        d3ext=DepthsOfTokens,
+        delta=str,
+    ),
+    _event(
+        "ArgumentsDone",
+        "The arguments of a call are whole.",
+        "function_call_arguments.done",
+        **_OF_ITEM,
+        name=str,
+        arguments=str,
+    ),
 )

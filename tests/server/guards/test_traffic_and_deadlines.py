@@ -11,8 +11,6 @@ from guarded_apps import JSON, Answer, GuardedApp
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from d3engine.server.errors import RequestError
-from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.request_log import RequestLog, log_exchange
 from d3engine.server.middleware.settings import GuardSettings
 
@@ -42,21 +40,6 @@ def test_request_beyond_the_queue_gets_429_with_retry_after() -> None:
     refused = [answer for answer in answers if answer.status == 429]
     assert {(answer.code, answer.headers["retry-after"]) for answer in refused} == {("queue_full", "1")}
     assert app.traffic.taken == 0
-
-
-def test_a_request_of_many_sequences_takes_as_many_places() -> None:
-    traffic = AdmissionControl(4)
-    with traffic.place() as large:
-        large.take(3)
-        assert traffic.is_full
-        with pytest.raises(RequestError, match="as many requests as it takes"), traffic.place():
-            pass
-    with traffic.place() as one, traffic.place() as two:
-        one.take(2)
-        with pytest.raises(RequestError):
-            two.take(1)
-        two.leave()
-    assert traffic.taken == 0
 
 
 # -- drain -----------------------------------------------------------------------------------------------------------

@@ -1,30 +1,172 @@
-"""The items of a response's output, as they begin, grow and end: reasoning, a message of one text, calls."""
+"""OpenAI's responses: their items as the messages of a chat, and those of an answer as they begin, grow and end."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
+from d3engine.errors import must_be, require
 from d3engine.request.outputs import RequestOutput
-from d3engine.server.errors import RequestError, shown_message
+from d3engine.server.errors import RequestError, invalid, shown_message
+from d3engine.server.requests import chat
+from d3engine.server.requests.bodies import read_body
+from d3engine.server.requests.sampling import by_names
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.responses.streams import OpenAIForm, StreamForm, named_event
-from d3engine.server.responses.writer import Delta, SingleAnswer
-from d3engine.server.schemas.answers import DepthsOfTokens, ToolCallDelta
-from d3engine.server.schemas.requests import ChatRequest
+from d3engine.server.responses.streams import StreamForm, named_event
+from d3engine.server.responses.writer import Delta, SingleAnswer, respond
+from d3engine.server.schemas.answers import DepthsOfTokens
+from d3engine.server.schemas.requests import RESPONSES, ChatRequest
 from d3engine.server.schemas.responses import (
     ModelResponse,
-    OutputCall,
-    OutputMessage,
-    OutputReasoning,
+    NamedResponseTool,
     ResponsesRequest,
     ResponseUsage,
     TextFormat,
 )
+
+
+async def create_response(request: Request) -> Response:
+    """Answer a conversation, as OpenAI's responses."""
+    asked, headers = await read_body(request, ResponsesRequest, lambda asked: unknown_in_items(asked.input))
+    conversation = ChatRequest(
+        messages=_messages(asked),
+        response_format=_form_of(asked),
+        tools=_tools_of(asked),
+        tool_choice=_choice_of(asked),
+        reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+        **{name: getattr(asked, theirs) for theirs, name in CHAT_FIELDS.items()},
+    )
+    names = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
+    with by_names(RESPONSES.by_own | names):
+        job, headers = await chat.job_of(request, conversation, headers, id_prefix="resp_")
+    return await respond(job, ResponseAnswer(job, asked), headers)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+TURNS = chat.TurnForm(
+    field="input",
+    roles={"user": "user", "assistant": "assistant", "system": "system", "developer": "system"},
+    kinds=("input_text", "output_text"),
+    beside={"type": ("message",), "id": None, "status": None, "phase": None},
+    beside_text=frozenset({"annotations", "logprobs"}),
+)
+CALL, RESULT, REASONING = "function_call", "function_call_output", "reasoning"
+FIELDS = {
+    CALL: frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    RESULT: frozenset({"type", "id", "status", "call_id", "output"}),
+    REASONING: frozenset({"type", "id", "status", "summary", "content", "encrypted_content"}),
+}
+
+
+def read_items(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat; reasoning, text and calls that follow each other are one. Raises `InvalidValueError`."""
+    require(len(items) > 0, "input", items, "a list of at least one item")
+    found: list[dict[str, Any]] = []
+    reasoning: str | None = None
+    for place, item in enumerate(items):
+        name, kind = f"input[{place}]", _kind(item)
+        if kind == REASONING:
+            reasoning = _reasoning(name, item)
+            continue
+        if kind == CALL:
+            if reasoning is not None or not (found and found[-1]["role"] == "assistant"):
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(name, item))
+        elif kind == RESULT:
+            found.append(_result(name, item))
+        else:
+            found.append(chat.read_turn(name, item, TURNS))
+        if reasoning and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = reasoning
+        reasoning = None
+    return found
+
+
+def unknown_in_items(items: object) -> list[str]:
+    given = items if isinstance(items, list) else []
+    turns = [item for item in given if _kind(item) not in FIELDS]
+    others = [item for item in given if _kind(item) in FIELDS]
+    unknown = [f"input.{field}" for item in others for field in item if field not in FIELDS[item["type"]]]
+    return list(dict.fromkeys([*chat.unknown_in_turns(turns, TURNS), *unknown]))
+
+
+def _kind(item: Any) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _call(name: str, item: dict[str, Any]) -> dict[str, Any]:
+    fits = all(isinstance(item.get(field), str) for field in ("call_id", "name", "arguments"))
+    require(fits, name, item, f'{{"type": "{CALL}", "call_id", "name", "arguments"}}, all of them strings')
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _reasoning(name: str, item: dict[str, Any]) -> str:
+    """Of its content, or where it was told as a summary alone, of that."""
+    content, summary = item.get("content") or [], item.get("summary") or []
+    fits = isinstance(content, list) and isinstance(summary, list)
+    fits = fits and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content + summary)
+    require(fits, name, item, '{"type": "reasoning", "content": [{"type": "reasoning_text", "text"}], "summary": []}')
+    return "\n".join(part["text"] for part in content or summary)
+
+
+def _result(name: str, item: dict[str, Any]) -> dict[str, Any]:
+    require(isinstance(item.get("call_id"), str), f"{name}.call_id", item.get("call_id"), "a string")
+    content = chat.read_content(f"{name}.output", item.get("output"), TURNS)
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
+
+
+CHAT_FIELDS = chat.chat_fields(ResponsesRequest, RESPONSES, "tools", "tool_choice")
+
+
+def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    given = asked.input
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else read_items(given)
+    before = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    return [*before, *messages]
+
+
+def _form_of(asked: ResponsesRequest) -> dict[str, Any] | None:
+    """`text.format` as a chat's response_format."""
+    form = None if asked.text is None else asked.text.format
+    if form is None:
+        return None
+    is_schema = form.type == "json_schema"
+    fits = (form.name is not None and form.schema is not None) if is_schema else form == TextFormat(type=form.type)
+    if not fits:
+        allowed = 'with name and schema where its type is "json_schema", and with its type alone elsewhere'
+        raise invalid("text", must_be("text.format", msgspec.to_builtins(form), allowed) + ".")
+    if not is_schema:
+        return {"type": form.type}
+    return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema}}
+
+
+def _tools_of(asked: ResponsesRequest) -> list[dict[str, Any]] | None:
+    """`tools` as a chat has them; an empty list is none."""
+    tools = [chat.function_tool(one.name, one.description, one.parameters, one.strict) for one in asked.tools or ()]
+    return tools or None
+
+
+def _choice_of(asked: ResponsesRequest) -> str | dict[str, Any] | None:
+    """`tool_choice` as a chat has it; "auto" without tools asks for nothing."""
+    choice = asked.tool_choice
+    if isinstance(choice, NamedResponseTool):
+        if choice.name not in [tool.name for tool in asked.tools or ()]:
+            allowed = "the name of one of the tools"
+            raise invalid("tool_choice", must_be("tool_choice.name", choice.name, allowed) + ".")
+        return {"type": "function", "function": {"name": choice.name}}
+    return None if choice == "auto" and not asked.tools else choice
+
+
+# -- answers --------------------------------------------------------------------------------------------------------
 
 
 class OutputItems:
@@ -43,13 +185,17 @@ class OutputItems:
         """What is new; `d3ext` goes with the first that has words to it."""
         found: list[dict[str, Any]] = []
         if news.reasoning:
-            found += [] if self._open else self._begin(_new_reasoning())
+            if not self._open:
+                part = {"type": "reasoning_text", "text": ""}
+                found += self._begin(_new("rs", "reasoning", summary=[], content=[part], status="in_progress"))
             found.append(self._grow(news.reasoning))
         if news.text:
             found += [] if self._open and self._open["type"] == "message" else self._begin(_new_message())
             found.append(self._grow(news.text))
         for call in news.calls:
-            found += self._begin(_new_call(call)) if "id" in call else []
+            if "id" in call:
+                named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                found += self._begin(_new("fc", "function_call", **named, status="in_progress"))
             found.append(self._grow(call["function"]["arguments"]))
         if (depths := news.d3ext.get("d3ext")) is not None:
             self._depths["depths"] += depths["depths"]
@@ -127,45 +273,17 @@ _GROWS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """The type of an item -> what its events are called that grow and end it, and what else these say."""
 
 
-def _new_reasoning() -> dict[str, Any]:
-    item: OutputReasoning = {
-        "id": f"rs_{uuid.uuid4().hex}",
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": ""}],
-        "status": "in_progress",
-    }
-    return {**item}
-
-
 def _new_message() -> dict[str, Any]:
-    item: OutputMessage = {
-        "id": f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "status": "in_progress",
-        "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}],
-    }
-    return {**item}
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return _new("msg", "message", role="assistant", status="in_progress", content=[part])
 
 
-def _new_call(call: ToolCallDelta) -> dict[str, Any]:
-    item: OutputCall = {
-        "id": f"fc_{uuid.uuid4().hex}",
-        "type": "function_call",
-        "call_id": call["id"],
-        "name": call["function"]["name"],
-        "arguments": "",
-        "status": "in_progress",
-    }
-    return {**item}
+def _new(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields}
 
 
 class ResponseAnswer:
-    """The answer to one POST /v1/responses; also the form of its stream, whose events are counted."""
-
-    ping = OpenAIForm.ping
-    end = b""
+    """The answer to one POST /v1/responses, whose events are counted."""
 
     def __init__(self, job: RequestContext[ChatRequest], asked: ResponsesRequest) -> None:
         self._job = job
@@ -176,7 +294,7 @@ class ResponseAnswer:
 
     @property
     def form(self) -> StreamForm:
-        return self
+        return StreamForm(self.failed)  # made when it is asked for: kept, it would be garbage for the collector
 
     async def whole(self) -> ModelResponse:
         news = await self._answer.whole()
@@ -272,7 +390,7 @@ class ResponseAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.writer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
