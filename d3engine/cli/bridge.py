@@ -171,12 +171,8 @@ app.command("tune")(tune_command)
 app.command("measure")(measure_command)
 
 
-class BridgeDtype(StrEnum):
-    """What the maps are written in; `DTYPES` as an option."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+BridgeDtype = StrEnum("BridgeDtype", ["float32", "bfloat16", "float16"])
+"""What the maps are written in; `DTYPES` as an option."""
 
 
 @app.command("fit")

@@ -169,12 +169,8 @@ def _check_row(check: Check) -> tuple[str, ...]:
 app = new_app()
 
 
-class GridName(StrEnum):
-    """The values of `--grid`."""
-
-    ours = "ours"
-    paper = "paper"
-    windows = "windows"
+GridName = StrEnum("GridName", ["ours", "paper", "windows"])
+"""The values of `--grid`."""
 
 
 EXIT_CODES = {

@@ -24,11 +24,8 @@ USUAL_PROMPTS, USUAL_TOKENS = 8, 32
 """The authors' search answers eight prompts with 32 tokens each."""
 
 
-class ScoreName(StrEnum):
-    """The values of `--draft-by`."""
-
-    weights = "weights"
-    time = "time"
+ScoreName = StrEnum("ScoreName", ["weights", "time"])
+"""The values of `--draft-by`."""
 
 
 def find_draft(

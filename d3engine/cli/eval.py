@@ -282,12 +282,8 @@ def _readable(value: Any) -> str:
 app = new_app()
 
 
-class SplitName(StrEnum):
-    """The parts of a task; they share no question."""
-
-    train = "train"
-    validation = "validation"
-    test = "test"
+SplitName = StrEnum("SplitName", ["train", "validation", "test"])
+"""The parts of a task; they share no question."""
 
 
 @app.command("eval")

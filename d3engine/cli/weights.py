@@ -88,11 +88,8 @@ def meta_command(
     typer.echo(f"wrote {destination}")
 
 
-class FloatType(StrEnum):
-    """What tensors are dequantized to; `GGUF_DTYPES` as an option."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+FloatType = StrEnum("FloatType", ["float32", "bfloat16"])
+"""What tensors are dequantized to; `GGUF_DTYPES` as an option."""
 
 
 @convert_app.command("gguf")
@@ -127,20 +124,11 @@ def _gguf_of(source: str) -> Path:
     return files[0]
 
 
-class Scheme(StrEnum):
-    """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
+Scheme = StrEnum("Scheme", ["int8", "int4", "fp8"])
+"""How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
 
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
-class HeadForm(StrEnum):
-    """What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
-
-    int8 = "int8"
-    int4 = "int4"
-    float = "float"
+HeadForm = StrEnum("HeadForm", ["int8", "int4", "float"])
+"""What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
 
 
 @app.command("fetch")
