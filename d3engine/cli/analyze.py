@@ -14,6 +14,7 @@ from d3engine.cli.commands import (
     check_plot,
     new_app,
     print_json,
+    print_table,
     printing_last,
     show_report,
     write_output,
@@ -328,7 +329,6 @@ def show_schedule(
 
     `d3engine schedule` shows a single policy layer by layer.
     """
-    from d3engine.cli.terminal import print_table
     from d3engine.model.config import ModelConfig
 
     require_integer("--steps", steps, 1, 10_000_000)

@@ -38,6 +38,7 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
     printing_last,
     write_output,
 )
@@ -313,8 +314,6 @@ def inspect_command(
         whose = {"fingerprint": bridges.fingerprint, "num_layers": bridges.num_layers}
         print_json({**whose, "bytes": bridges.num_bytes, "bridges": rows, "about": bridges.about})
         return
-    from d3engine.cli.terminal import print_table
-
     shown = [
         (f"[{bridge.first}, {bridge.stop})", f"{bridge.rank or 'full'}", dtype, f"{count:,}")
         for bridge, dtype, count in found
@@ -392,8 +391,6 @@ def _show(result: HeldOut, found: Sequence[Fitted], target: Path | None, as_json
         ]
         print_json({"out": target and str(target), "fits": fits, "held_out": result.as_dict()})
         return
-    from d3engine.cli.terminal import print_table
-
     if result.num_texts == 0:
         note("no held-out text is long enough to be measured on")
         return

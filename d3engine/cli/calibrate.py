@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.bridge_texts import Data, Fewshot
-from d3engine.cli.commands import ExitCode, check_output, check_plot, measures_depths, new_app, note, print_json
+from d3engine.cli.commands import (
+    ExitCode,
+    check_output,
+    check_plot,
+    measures_depths,
+    new_app,
+    note,
+    print_json,
+    print_table,
+)
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import (
     Model,
@@ -106,8 +115,6 @@ def show_calibration(result: Calibration, task: str, target: Path) -> None:
 
 
 def _show_tables(result: Calibration, full: Answers) -> None:
-    from d3engine.cli.terminal import print_table
-
     rounds = [len(trial.screened.right) for trial in result.trials]
     for tail, bridges in grids(result):
         title = "Screening: exact match, % / layers run for a token"
@@ -130,8 +137,6 @@ def _show_tables(result: Calibration, full: Answers) -> None:
 
 
 def _show_certificates(result: Calibration) -> None:
-    from d3engine.cli.terminal import print_table
-
     header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
     rows = [_check_row(check) for check in result.certificates]
     problems = result.budget.certification

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib import import_module
@@ -69,18 +69,28 @@ def print_json(report: Any) -> None:
     typer.echo(json.dumps(report, indent=2))
 
 
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """As `d3engine.cli.terminal.print_table`, which is imported for the first table: its libraries are slow to load."""
+    from d3engine.cli import terminal
+
+    terminal.print_table(title, header, rows, notes)
+
+
+def print_tables(tables: Iterable[Table], *, apart: bool = False) -> None:
+    """Print tables; between them an empty line where they stand `apart`."""
+    for place, table in enumerate(tables):
+        typer.echo("", nl=apart and place > 0)
+        print_table(table.title, table.header, table.rows, table.notes)
+
+
 def show_report(
     report: Callable[[], Any], tables: Callable[[], Iterable[Table]], as_json: bool, *, apart: bool = False
 ) -> None:
-    """Print a report as JSON, or as its tables; between them an empty line where they stand `apart`."""
+    """Print a report as JSON, or as its tables."""
     if as_json:
         print_json(report())
-        return
-    from d3engine.cli.terminal import print_table
-
-    for place, table in enumerate(tables()):
-        typer.echo("", nl=apart and place > 0)
-        print_table(table.title, table.header, table.rows, table.notes)
+    else:
+        print_tables(tables(), apart=apart)
 
 
 def tell_verdict(found: Any, show: Callable[[Any], None], as_json: bool) -> None:

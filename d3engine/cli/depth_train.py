@@ -20,6 +20,7 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
     printing_last,
     show_report,
     write_output,
@@ -342,8 +343,6 @@ def inspect_command(
         found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes, "width": width}
         print_json({"fingerprint": student.fingerprint, **found, "about": student.about})
         return
-    from d3engine.cli.terminal import print_table
-
     rows = [
         (f"{number}", ", ".join(f"{name} {shape}" for name, shape in own.items())) for number, own in layers.items()
     ]
@@ -448,8 +447,6 @@ def _show_trained(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    from d3engine.cli.terminal import print_table
-
     points = [
         (f"{one['step']}", f"{one['tokens']:,}", f"{one['seconds']:.0f}", f"{one['agreement']:.1%}", f"{one['kl']:.4f}")
         for one in found["curve"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, note, print_json
+from d3engine.cli.commands import ExitCode, note, print_json, print_table
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
@@ -111,8 +111,6 @@ def as_dict(found: Drafted) -> dict[str, Any]:
 
 
 def _show(best: Drafted, found: Drafted, different: int, written: Path | None) -> None:
-    from d3engine.cli.terminal import print_table
-
     header = ("questions", "tokens", "accepted", "tokens per verification", "weights read, full depth over this")
     title = f"The best of {different} drafts"
     print_table(title, header, [_row("searched", best), _row("fresh", found)])

@@ -18,6 +18,7 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
     printing_last,
     write_output,
 )
@@ -175,8 +176,6 @@ class Run:
 
     def _print(self, found: Sequence[Table]) -> None:
         """Tables for people, now; nothing where JSON is to come."""
-        from d3engine.cli.terminal import print_table
-
         if self._as_json:
             return
         for table in found:

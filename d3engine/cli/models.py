@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json, takes_verbosity
+from d3engine.cli.commands import AsJson, new_app, print_json, print_table, takes_verbosity
 from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, InvalidValueError, require
 
@@ -42,7 +42,7 @@ def models(context: typer.Context, as_json: AsJson = False) -> None:
 
 def _print(found: list[StoredModel]) -> None:
     """A table; on a terminal that is too narrow for the paths, without them."""
-    from d3engine.cli.terminal import new_console, print_table
+    from d3engine.cli.terminal import new_console
 
     header = ("name", "kind", "size", "from", "path")
     rows = [(one.name, one.kind, _size(one.num_bytes), one.source, str(one.path)) for one in found]

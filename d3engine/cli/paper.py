@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.commands import AsJson, new_app, print_json, print_tables
 from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.research.analysis.report import Table
@@ -80,19 +80,9 @@ def as_dict(found: PaperReport) -> dict[str, Any]:
 
 
 def _show(found: PaperReport, setup: list[Table], notes: list[str]) -> None:
-    from d3engine.cli.terminal import print_table
-
-    for table in (
-        *setup,
-        _mean_layers(found),
-        _flops_ratios(found),
-        _wall_clock(found),
-        _averages(found),
-        _gains(found),
-        _grid(found),
-    ):
-        print_table(table.title, table.header, table.rows, table.notes)
-        typer.echo()
+    own = (make(found) for make in (_mean_layers, _flops_ratios, _wall_clock, _averages, _gains, _grid))
+    print_tables((*setup, *own), apart=True)
+    typer.echo()
     weights = "With the weights of Llama-2 and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):"
     typer.echo(wrapped("\n".join(("Also:", *notes, "", weights)), sys.stdout))
     typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.commands import AsJson, new_app, print_json, print_table
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
@@ -298,8 +298,6 @@ def _worth_rows(report: Report) -> list[tuple[str, str]]:
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table; an empty line above it sets it apart where it is plain text."""
-    from d3engine.cli.terminal import print_table
-
     if not sys.stdout.isatty():
         typer.echo()
     print_table(title, header, rows)

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, print_json, say_error
+from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, say_error, show_report
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
 from d3engine.model.gguf_file import is_later_part
+from d3engine.research.analysis.report import Table
 from d3engine.utils.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
@@ -235,16 +236,12 @@ def quantize_command(
 @app.command("inspect")
 def inspect_command(model: Model, as_json: AsJson = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
-    from d3engine.cli.terminal import print_table
     from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
     found = inspect_model(model_directory(model))
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        print_table("Configuration", ("what", "value"), found.configuration())
-        typer.echo()
-        print_table("Tensors", TENSOR_COLUMNS, found.tensors())
+    configuration = Table("Configuration", ("what", "value"), found.configuration())
+    tensors = Table("Tensors", TENSOR_COLUMNS, found.tensors())
+    show_report(found.as_dict, lambda: (configuration, tensors), as_json, apart=True)
 
 
 @app.command("verify")
