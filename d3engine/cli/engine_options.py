@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -194,21 +195,6 @@ def takes_engine(command: Callable[..., Any], names: Iterable[str] = ENGINE) -> 
     return takes_options(command, "engine_options", {name: ENGINE[name] for name in names}, "Engine", PANELS)
 
 
-def takes_chat_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by the options of sampling, with the defaults of `chat`."""
-    return takes_options(command, "sampling", CHAT_SAMPLING, "Sampling")
-
-
-def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with the defaults of a task."""
-    return takes_options(command, "sampling", TASK_SAMPLING, "Sampling")
-
-
-def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for one or several answers per prompt, with `--n` and the options of forms."""
-    return takes_options(command, "sampling", SAMPLES, "Sampling")
-
-
 def takes_options(
     command: Callable[..., Any],
     name: str,
@@ -238,6 +224,13 @@ def takes_options(
         parameters.append(keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
     give_parameters(with_options, parameters)
     return with_options
+
+
+takes_samples = partial(takes_options, name="sampling", table=SAMPLES, panel="Sampling")
+"""For one or several answers per prompt, with `--n` and the options of forms."""
+
+takes_chat_sampling = partial(takes_options, name="sampling", table=CHAT_SAMPLING, panel="Sampling")
+takes_task_sampling = partial(takes_options, name="sampling", table=TASK_SAMPLING, panel="Sampling")
 
 
 def model_directory(model: str, advice: str = "") -> Path:

@@ -54,13 +54,8 @@ def _print(found: list[StoredModel]) -> None:
 
 
 def _as_dict(model: StoredModel) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "source": model.source,
-        "kind": model.kind,
-        "bytes": model.num_bytes,
-        "path": str(model.path),
-    }
+    about: dict[str, object] = {"name": model.name, "source": model.source, "kind": model.kind}
+    return {**about, "bytes": model.num_bytes, "path": str(model.path)}
 
 
 def _size(num_bytes: int) -> str:

@@ -94,9 +94,7 @@ class Observed:
         return partial(_exact_match, self), "exact match"
 
 
-def takes_questions(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `asking` of a typer command by the options of what is asked."""
-    return takes_options(command, "asking", ASKING, "What is asked")
+takes_questions = partial(takes_options, name="asking", table=ASKING, panel="What is asked")
 
 
 def observe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,9 @@ def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def takes_bodies(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `what` of a typer command by the options that say what bodies of requests may ask for."""
-    table = {name: WHAT[name] for name in BODIES}
-    return takes_options(command, "what", table, TABLES["what"][0])
-
-
-def takes_ids(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `what` of a typer command by the options that give the model its ids."""
-    table = {name: WHAT[name] for name in ("model_names", "depth_aliases")}
-    return takes_options(command, "what", table, TABLES["what"][0])
+_takes_what = partial(takes_options, name="what", panel=TABLES["what"][0])
+takes_bodies = partial(_takes_what, table={name: WHAT[name] for name in BODIES})
+takes_ids = partial(_takes_what, table={name: WHAT[name] for name in ("model_names", "depth_aliases")})
 
 
 def require_server_packages(command: str) -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import typer
 from rich.cells import cell_len
@@ -175,6 +176,13 @@ def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> lis
         return rule.depths(num_layers)
     schedule = policy.schedule(num_layers)
     return [schedule.depth_at(first) for first, _ in schedule.runs(num_steps)]
+
+
+def layers_by_token(depths: Iterable[int]) -> str:
+    """A sentence with runs of equal depths: "16, 14, 12, 9 x 27"."""
+    runs = [(depth, len(list(group))) for depth, group in groupby(depths)]
+    words = ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
+    return f"Layers run by each token: {words}."
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
