@@ -15,19 +15,10 @@ import typer
 from d3engine.cli.bridge_judged import measure_command, nest_command, tune_command, windows_in_words
 from d3engine.cli.bridge_texts import (
     ANSWER_TOKENS,
-    Data,
-    HeldOutFile,
-    HeldOutTexts,
-    MaxTokens,
-    OwnAnswers,
-    Prompts,
-    PromptTokens,
-    Task,
-    Text,
     TextOptions,
-    TextTokens,
     open_passage,
     policy_of,
+    takes_texts,
     write_own_bridges,
 )
 from d3engine.cli.commands import (
@@ -177,26 +168,18 @@ BridgeDtype = StrEnum("BridgeDtype", ["float32", "bfloat16", "float16"])
 
 
 @app.command("fit")
+@takes_texts("Texts to fit on at most.", "bridge_dtype", texts=150, text_tokens=512, held_out_texts=24)
 @takes_engine
 def fit_command(
     engine_options: Options,
     model: Model = "demo",
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    answers: OwnAnswers = None,
-    data: Data = None,
-    held_out: HeldOutFile = None,
+    *,
+    asked: TextOptions,
     starts: Starts = None,
     windows: Windows = None,
     policies: Policies = None,
     grid: Grid = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of each map (full).")] = None,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to fit on at most.")] = 150,
-    held_out_texts: HeldOutTexts = 24,
-    text_tokens: TextTokens = 512,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     bridge_dtype: Annotated[
         BridgeDtype, typer.Option("--bridge-dtype", help="What the maps are written in.")
     ] = BridgeDtype.float32,
@@ -228,20 +211,8 @@ def fit_command(
         check_output(option, path)
     check_plot("--png", png)
     reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
-    asked = TextOptions(
-        text or [],
-        task,
-        prompts,
-        data,
-        texts,
-        text_tokens,
-        prompt_tokens,
-        max_tokens,
-        held_out,
-        held_out_texts,
-        answers,
-    )
-    require(answers is None or held_out is None, "--held-out", held_out, "absent beside --answers, which has its own")
+    is_one = asked.answers is None or asked.held_out is None
+    require(is_one, "--held-out", asked.held_out, "absent beside --answers, which has its own")
     asked.check(fewest=CHOOSING_EVERY)
 
     from d3engine.research.bridges.fitting import Fit, measure_held_out, shrink

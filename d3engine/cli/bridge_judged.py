@@ -12,24 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.bridge_texts import (
-    ANSWER_TOKENS,
+    OF_HELD_OUT,
     BridgesFile,
-    Data,
-    HeldOutFile,
-    HeldOutTexts,
-    MaxTokens,
-    Prompts,
-    PromptTokens,
-    Task,
-    Text,
     TextOptions,
-    TextTokens,
     bridges_of,
     bridges_path,
     open_passage,
     policy_of,
     read_own_bridges,
     schedule_of,
+    takes_texts,
     write_own_bridges,
 )
 from d3engine.cli.commands import AsJson, check_output, note, printing_last, show_report
@@ -46,6 +38,9 @@ if TYPE_CHECKING:
     from d3engine.research.bridges.own_answers import OwnComparison
 
 
+@takes_texts(
+    "Texts to tune on at most; their states are kept.", "out", ["answers"], texts=48, text_tokens=256, held_out_texts=8
+)
 @takes_engine
 def tune_command(
     engine_options: Options,
@@ -54,11 +49,8 @@ def tune_command(
     ],
     model: Model = "demo",
     bridges: BridgesFile = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
-    held_out: HeldOutFile = None,
+    *,
+    asked: TextOptions,
     from_nothing: Annotated[
         bool,
         typer.Option(
@@ -70,11 +62,6 @@ def tune_command(
     steps: Annotated[int, typer.Option("--steps", help="Steps, each on one text.")] = 300,
     rows: Annotated[int, typer.Option("--rows", help="Positions of a text that a step looks at.")] = 128,
     rate: Annotated[float, typer.Option("--rate", help="Adam's rate at first; it falls to 0 in a line.")] = 3e-4,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to tune on at most; their states are kept.")] = 48,
-    held_out_texts: HeldOutTexts = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,9 +73,6 @@ def tune_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(
-        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
-    )
     asked.check()
     require_integer("--steps", steps, 1)
     require_integer("--rows", rows, 1)
@@ -177,6 +161,7 @@ def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> 
         note(f"tuned bridges written to {target}" if pays else "nothing was written: held-out text is no better for it")
 
 
+@takes_texts("Texts to measure on at most.", "as_json", OF_HELD_OUT, texts=8, text_tokens=256)
 @takes_engine
 def measure_command(
     engine_options: Options,
@@ -186,14 +171,8 @@ def measure_command(
         list[str] | None,
         typer.Option("--depth", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to measure on at most.")] = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
+    *,
+    asked: TextOptions,
     as_json: AsJson = False,
 ) -> None:
     """Read texts at the depths that each policy has for them, and compare every next-token distribution with full
@@ -202,7 +181,6 @@ def measure_command(
     With --prompts, or --task chat, each policy also answers by itself, and what it keeps of full depth's answers is
     counted.
     """
-    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
     require(bool(policies), "--depth", NOTHING, "given at least once")
 
@@ -243,21 +221,16 @@ def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: 
     return OwnComparison(OwnAnswers("full", [one.token_ids[one.prompt_length :] for one in kept]), found)
 
 
+@takes_texts("Texts to choose by at most.", "out", OF_HELD_OUT, texts=8, text_tokens=256)
 @takes_engine
 def nest_command(
     engine_options: Options,
     model: Model = "demo",
     bridges: BridgesFile = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
+    *,
+    asked: TextOptions,
     width: Annotated[int, typer.Option("--width", help="Layers of each window, as --grid of d3engine bridge fit.")] = 3,
     count: Annotated[int, typer.Option("--count", help="Windows to choose at most.")] = 3,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to choose by at most.")] = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -268,7 +241,6 @@ def nest_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
     require_integer("--width", width, 1)
     require_integer("--count", count, 1)
