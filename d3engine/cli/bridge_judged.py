@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,7 @@ from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
-    from d3engine.model.bridges import Bridge, Bridges, Window
+    from d3engine.model.bridges import Bridge, Window
     from d3engine.research.bridges.decoded import Comparison
     from d3engine.research.bridges.judging import Reading
     from d3engine.research.bridges.nesting import Order
@@ -78,6 +78,8 @@ def tune_command(
     require_integer("--rows", rows, 1)
     require_number("--rate", rate, 0, 1, open_low=True)
 
+    from d3engine.research.bridges.decoded import Candidate, measure_decoded
+    from d3engine.research.bridges.fitting import text_hash
     from d3engine.research.bridges.judging import FullText, first_layers, long_enough
     from d3engine.research.bridges.tuning import Tuning, TuningOptions
 
@@ -96,28 +98,27 @@ def tune_command(
     layers = first_layers([schedule])
     full = [FullText(passage, one, layers) for one in progress_bar("texts", "text", None, iterable=tune_on)]
     state = target.with_name(f"{target.name}.part")
-    key = json.dumps([own.fingerprint, policy, asdict(options), _text_hash(tune_on), _hash(before)])
+    texts = text_hash([one.token_ids for one in tune_on])
+    key = json.dumps([own.fingerprint, policy, asdict(options), texts, _hash(before)])
     with progress_bar("tune", "step", steps) as bar:
-        tuning.run(full, state, key, lambda loss: _advance(bar, loss))
-    result = _compared(passage, schedule, before, tuning.bridges, judge_on, "skipped" if from_nothing else "fitted")
+
+        def advance(loss: float) -> None:
+            bar.update()
+            if loss == loss:
+                bar.set_postfix(kl=f"{loss:.3f}", refresh=False)
+
+        tuning.run(full, state, key, advance)
+    begun = Candidate("skipped" if from_nothing else "fitted", schedule, before)
+    with counting("held out", "text", len(judge_on)) as progress:
+        result = measure_decoded(passage, [begun, Candidate("tuned", schedule, tuning.bridges)], judge_on, progress)
     pays = result.policies[1].mean("kl").value < result.policies[0].mean("kl").value
     with printing_last(partial(_show_tuned, result, pays, target, as_json)):
         if pays:
             told = {"policy": policy, **asdict(options), "source": asked.source, "texts": len(tune_on)}
-            _write(own, tuning.bridges, {**told, "text_hash": _text_hash(tune_on)}, target)
+            earlier = own.about.get("tuned", [])
+            about = {**own.about, "tuned": [*earlier, {**told, "text_hash": texts}]}
+            write_own_bridges(replace(own, by_window={**own.by_window, **tuning.bridges}, about=about), target)
         state.unlink(missing_ok=True)
-
-
-def _advance(bar: Any, loss: float) -> None:
-    bar.update()
-    if loss == loss:
-        bar.set_postfix(kl=f"{loss:.3f}", refresh=False)
-
-
-def _text_hash(readings: Sequence[Reading]) -> str:
-    from d3engine.research.bridges.fitting import text_hash
-
-    return text_hash([one.token_ids for one in readings])
 
 
 def _hash(bridges: Mapping[Window, Bridge]) -> str:
@@ -130,26 +131,6 @@ def _hash(bridges: Mapping[Window, Bridge]) -> str:
         for tensor in (bridge.weight, bridge.offset, bridge.down):
             digest.update(b"" if tensor is None else tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _compared(
-    passage: Any,
-    schedule: Any,
-    before: Mapping[Window, Bridge],
-    after: Mapping[Window, Bridge],
-    texts: list[Any],
-    name: str,
-) -> Comparison:
-    from d3engine.research.bridges.decoded import Candidate, measure_decoded
-
-    candidates = [Candidate(name, schedule, before), Candidate("tuned", schedule, after)]
-    with counting("held out", "text", len(texts)) as advance:
-        return measure_decoded(passage, candidates, texts, advance)
-
-
-def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], target: Path) -> None:
-    about = {**own.about, "tuned": [*own.about.get("tuned", []), told]}
-    write_own_bridges(replace(own, by_window={**own.by_window, **tuned}, about=about), target)
 
 
 def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
