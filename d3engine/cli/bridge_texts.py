@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.commands import measures_depths
+from d3engine.cli.commands import measures_depths, writing
 from d3engine.cli.engine_options import Options, engine_arguments
 from d3engine.cli.signatures import give_parameters, keyword
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
+from d3engine.errors import NOTHING, require, require_integer
 from d3engine.utils.arguments import OptionTable
 from d3engine.utils.progress import shows_bars
 
@@ -249,10 +249,8 @@ def write_own_bridges(bridges: Bridges, target: Path) -> None:
     """Write a file of bridges. Raises `InvalidValueError` where that cannot be done."""
     from d3engine.model.bridges import write_bridges
 
-    try:
+    with writing("--out", target):
         write_bridges(bridges, target)
-    except OSError as error:
-        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
 
 
 def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Window, Bridge]:

@@ -144,26 +144,25 @@ def _show_certificates(result: Calibration) -> None:
     typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
 
 
+def _cells(policy: DepthPolicy, answers: Answers) -> tuple[str, str, str]:
+    return setting(policy), f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}"
+
+
 def _fixed_row(trial: Trial) -> tuple[str, ...]:
-    answers = trial.screened
-    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}", f"{len(answers.right)}", trial.fate.value)
-    return (setting(trial.policy), *cells)
+    return *_cells(trial.policy, trial.screened), f"{len(trial.screened.right)}", trial.fate.value
 
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:
     answers = trial.screened
-    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}")
     interval = f"{answers.interval.low:.1%} to {answers.interval.high:.1%}"
-    return setting(trial.policy), *cells, interval, str(len(answers.right))
+    return *_cells(trial.policy, answers), interval, f"{len(answers.right)}"
 
 
 def _check_row(check: Check) -> tuple[str, ...]:
     pairs = check.pairs
     low, high = 100 * pairs.interval.low, 100 * pairs.interval.high
     return (
-        setting(check.policy),
-        f"{check.answers.mean_layers:.2f}",
-        f"{check.answers.exact_match:.1%}",
+        *_cells(check.policy, check.answers),
         f"{check.full.exact_match:.1%}",
         f"{100 * pairs.difference:+.1f} ({low:+.1f} to {high:+.1f})",
         f"{check.p_value:.2g}",

@@ -44,12 +44,19 @@ def check_plot(option: str, path: Path | None) -> None:
         check_picture(option, path)
 
 
-def write_output(option: str, path: Path, content: str) -> None:
-    """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name `option` in an `InvalidValueError` where the block cannot write the file."""
     try:
-        write_whole(path, content)
+        yield
     except OSError as error:
         raise InvalidValueError(option, str(path), f"a file that can be written ({error})") from error
+
+
+def write_output(option: str, path: Path, content: str) -> None:
+    """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
+    with writing(option, path):
+        write_whole(path, content)
 
 
 @contextmanager
@@ -418,24 +425,12 @@ def new_app(*, cls: type[Group] = Group, **settings: Any) -> App:
 
 
 COMMANDS = {
-    "generate": "d3engine.cli.generate",
-    "chat": "d3engine.cli.chat",
-    "serve": "d3engine.cli.serve",
-    "batch": "d3engine.cli.batch",
-    "schedule": "d3engine.cli.schedule",
-    "plan": "d3engine.cli.plan",
-    "eval": "d3engine.cli.eval",
-    "calibrate": "d3engine.cli.calibrate",
-    "bridge": "d3engine.cli.bridge",
-    "depth": "d3engine.cli.depth_train",
-    "analyze": "d3engine.cli.analyze",
-    "paper": "d3engine.cli.paper",
-    "weights": "d3engine.cli.weights",
-    "models": "d3engine.cli.models",
-    "verify": "d3engine.cli.verify",
-    "speculate": "d3engine.cli.speculate",
-    "integrations": "d3engine.cli.integrations",
-}
+    name: f"d3engine.cli.{name}"
+    for name in (
+        *("generate", "chat", "serve", "batch", "schedule", "plan", "eval", "calibrate", "bridge", "depth", "analyze"),
+        *("paper", "weights", "models", "verify", "speculate", "integrations"),
+    )
+} | {"depth": "d3engine.cli.depth_train"}
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""
 
 

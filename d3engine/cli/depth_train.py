@@ -24,6 +24,7 @@ from d3engine.cli.commands import (
     printing_last,
     show_report,
     write_output,
+    writing,
 )
 from d3engine.cli.depth_options import window_of
 from d3engine.cli.engine_options import (
@@ -36,7 +37,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     use_threads,
 )
-from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer, require_number
+from d3engine.errors import NOTHING, integer_in, require, require_integer, require_number
 from d3engine.utils.files import sha256_of
 from d3engine.utils.progress import counting, progress_bar
 
@@ -256,10 +257,8 @@ def train_command(
     finished = training.curve.num_steps == options.all_steps
     found = {**told, "out": str(target), "options": vars(options), "finished": finished}
     with printing_last(partial(_show_trained, found, as_json)):
-        try:
+        with writing("--out", target):
             write_student(student, target)
-        except OSError as error:
-            raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
         if report is not None:
             write_output("--report", report, json.dumps(found, indent=2) + "\n")
         if finished:

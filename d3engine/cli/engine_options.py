@@ -71,15 +71,20 @@ def naming_the_flag(given: dict[str, Any]) -> Iterator[None]:
         raise
 
 
+def text_of(flag: str, path: Path, others: str = "") -> str:
+    """The text of a file; raises `InvalidValueError`, which names the flag and what it takes else."""
+    try:
+        return read_text(path)
+    except UnreadableFileError as error:
+        raise InvalidValueError(flag, str(path), f"a regular file of UTF-8 text{others} ({error})") from error
+
+
 def _form(name: str, given: Any) -> Any:
     """What `StructuredOutputsParams` takes: the content of a file, of a JSON schema as an object."""
     flag, kind, _ = STRUCTURED[name]
     if kind is not Path:
         return given
-    try:
-        text = read_text(given)
-    except UnreadableFileError as error:
-        raise InvalidValueError(flag, str(given), f"a regular file of UTF-8 text ({error})") from error
+    text = text_of(flag, given)
     if name != "json_schema":
         return text
     allowed = "a file with a JSON schema, which is a JSON object"

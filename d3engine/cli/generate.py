@@ -25,11 +25,11 @@ from d3engine.cli.engine_options import (
     sampling_params,
     takes_engine,
     takes_samples,
+    text_of,
     with_adapter,
 )
 from d3engine.cli.streams import given_text, is_unicode
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
-from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
     from d3engine.cli.answers import Answer
@@ -134,11 +134,7 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
     for text in texts:
         require(is_unicode(text), "PROMPT", text, "UTF-8 text")
     if prompt_file is not None:
-        try:
-            texts.append(read_text(prompt_file).removesuffix("\n"))
-        except UnreadableFileError as error:
-            allowed = f'a regular file of UTF-8 text, or the prompt "-" for stdin ({error})'
-            raise InvalidValueError("--prompt-file", str(prompt_file), allowed) from error
+        texts.append(text_of("--prompt-file", prompt_file, ', or the prompt "-" for stdin').removesuffix("\n"))
     return texts
 
 

@@ -78,9 +78,11 @@ def remove(
         raise InvalidValueError("NAME", name, f"one of {known}" if found else "a model that was fetched: there is none")
     require(yes or _asks(), "--yes", NOTHING, "given where no terminal can be asked")
     num_bytes = sum(model.num_bytes for model in chosen)
-    if not yes and not _agrees(f"Remove {chosen[0].name}, {num_bytes:,} bytes? [y/N] "):
-        typer.echo(f"{chosen[0].name} is kept")
-        return
+    if not yes:
+        typer.echo(f"Remove {chosen[0].name}, {num_bytes:,} bytes? [y/N] ", err=True, nl=False)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            typer.echo(f"{chosen[0].name} is kept")
+            return
     for model in chosen:
         model.remove()
     typer.echo(f"removed {chosen[0].name}: {num_bytes:,} bytes are free")
@@ -88,8 +90,3 @@ def remove(
 
 def _asks() -> bool:
     return sys.stdin.isatty()
-
-
-def _agrees(question: str) -> bool:
-    typer.echo(question, err=True, nl=False)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

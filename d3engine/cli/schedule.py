@@ -36,17 +36,8 @@ SHAPE_FLAGS = {
 }
 
 
-class Dtype(StrEnum):
-    """What a KV entry is made of."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one value."""
-        return 4 if self is Dtype.float32 else 2
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+"""What a KV entry is made of."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,8 @@ class Report:
     @property
     def kv_bytes_per_entry(self) -> int | None:
         """Key and value of one token at one layer."""
-        return None if self.shape is None else 2 * self.shape.kv_size * self.dtype.bytes
+        size = 4 if self.dtype is Dtype.float32 else 2
+        return None if self.shape is None else 2 * self.shape.kv_size * size
 
     @property
     def kv(self) -> KVSaved:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d3engine.cli.depth_options import AUTO, parse_depth
-from d3engine.cli.engine_options import Options, takes_options
+from d3engine.cli.engine_options import Options, takes_options, text_of
 from d3engine.cli.signatures import naming_flags
 from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, MissingExtraError, require
@@ -16,7 +16,6 @@ from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 from d3engine.utils.arguments import OptionTable
 from d3engine.utils.environment import API_KEY
-from d3engine.utils.files import UnreadableFileError, read_text
 
 WHO: OptionTable = {
     "host": ("--host", str, "Address to listen on [default: 127.0.0.1, this machine alone]."),
@@ -201,10 +200,7 @@ def own_name(model: str) -> str:
 def _keys_of_file(file: Path | None) -> list[str]:
     if file is None:
         return []
-    try:
-        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    except UnreadableFileError as error:
-        raise InvalidValueError("--api-key-file", str(file), f"a regular file of UTF-8 text ({error})") from error
+    keys = [line.strip() for line in text_of("--api-key-file", file).splitlines() if line.strip()]
     require(len(keys) > 0, "--api-key-file", str(file), "a file with a key in it")
     return keys
 
