@@ -29,24 +29,12 @@ WHO: OptionTable = {
     "metrics_keys": ("--metrics-key", list[str], "API key for /metrics alone; repeatable."),
     "allow_no_key": ("--allow-no-key", bool, "Serve without an API key on an address that others reach."),
     "allowed_hosts": ("--allowed-hosts", list[str], "Additional Host name that the server accepts; repeatable."),
-    "allowed_origins": (
-        "--allowed-origins",
-        list[str],
-        "Web origin allowed to call; repeatable [default: none].",
-    ),
+    "allowed_origins": ("--allowed-origins", list[str], "Web origin allowed to call; repeatable [default: none]."),
 }
 WHAT: OptionTable = {
     "model_names": ("--served-model-name", list[str], "Id of the model in requests; repeatable [default: its name]."),
-    "depth_aliases": (
-        "--depth-alias",
-        list[str],
-        'Additional id with a depth: ID=full, "ID=d3 alpha=A start=S".',
-    ),
-    "allow_depth": (
-        "--allow-depth",
-        list[str],
-        "Policy that requests may choose; repeatable [default: d3, full].",
-    ),
+    "depth_aliases": ("--depth-alias", list[str], 'Additional id with a depth: ID=full, "ID=d3 alpha=A start=S".'),
+    "allow_depth": ("--allow-depth", list[str], "Policy that requests may choose; repeatable [default: d3, full]."),
     "lock_depth": ("--lock-depth", bool, "Refuse requests that choose a depth."),
     "max_depth_policies": ("--max-depth-policies", int, "Maximum distinct depth policies in flight [default: 16]."),
     "max_prompts": ("--max-prompts", int, "Maximum prompts of a request [default: 256]."),
@@ -55,11 +43,7 @@ WHAT: OptionTable = {
     "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
     "enable_sleep_mode": ("--enable-sleep-mode", bool, "Serve /sleep and /wake_up; --model-ttl holds for all models."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
-    "tool_call_parser": (
-        "--tool-call-parser",
-        str,
-        "Format of tool calls, in vLLM's names [default: the template's].",
-    ),
+    "tool_call_parser": ("--tool-call-parser", str, "Format of tool calls, in vLLM's names [default: the template's]."),
     "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
     "otlp_traces_endpoint": (
         "--otlp-traces-endpoint",
@@ -73,16 +57,8 @@ WHAT: OptionTable = {
     ),
 }
 BODIES = (
-    "model_names",
-    "depth_aliases",
-    "allow_depth",
-    "lock_depth",
-    "max_prompts",
-    "max_logprobs",
-    "allow_priority",
-    "trust_request_chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
+    *("model_names", "depth_aliases", "allow_depth", "lock_depth", "max_prompts", "max_logprobs", "allow_priority"),
+    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {
