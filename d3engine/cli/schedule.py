@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json, print_table
+from d3engine.cli.commands import AsJson, check_plot, new_app, print_json, print_table
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
@@ -121,10 +121,10 @@ def schedule(
     require(known, "--depth", policy.name, "a policy of fixed depths (under this one each token decides as it runs)")
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
+    check_plot("--plot", plot)
     if plot:
-        from d3engine.research.plots import check_picture, plot_schedule
+        from d3engine.research.plots import plot_schedule
 
-        check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))
     if as_json:
         print_json(as_dict(report))

@@ -192,13 +192,6 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], m
     assert re.search(message, stderr), stderr
 
 
-@pytest.mark.parametrize("arguments", [["schedul"], ["schedule", "--depht", "d3"], ["schedule", "--depth", "d4"]])
-def test_what_is_no_command_or_option_is_refused(arguments: list[str]) -> None:
-    stderr = refused(arguments)
-    assert arguments[-1] in stderr or arguments[-2] in stderr
-    assert "Traceback" not in stderr
-
-
 def test_options_become_the_policy_they_name() -> None:
     policy = parse_depth
     assert policy("auto") == AUTO
