@@ -212,17 +212,8 @@ KINDS = {"INTEGER": "an integer", "NUMBER": "a number"}
 """What a value of such a name in the help must be."""
 
 
-def shows_help(error: Any) -> bool:
-    """Whether this is no fault: a group named alone, which shows its help."""
-    return type(error).show is not UsageError.show
-
-
-def in_words(error: Any, context: Any, given: Callable[[], Mapping[str, Any]]) -> str:
-    """The sentence for an error of typer's; `given` has the values of the command line as they stand there."""
-    return f"{_fault(error, given)}; see {as_typed(*context.command_path.split()[1:], '--help')}"
-
-
 def _fault(error: Any, given: Callable[[], Mapping[str, Any]]) -> str:
+    """The sentence for an error of typer's; `given` has the values of the command line as they stand there."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return _unknown(error) if hasattr(error, "possibilities") else error.format_message().rstrip(".")
@@ -356,9 +347,10 @@ class Worded:
         try:
             return parent.parse_args(ctx, args)
         except UsageError as error:
-            if shows_help(error):
+            if type(error).show is not UsageError.show:  # no fault: a group named alone, which shows its help
                 raise
-            raise D3EngineError(in_words(error, ctx, lambda: parent.make_parser(ctx).parse_args(words)[0])) from None
+            fault = _fault(error, lambda: parent.make_parser(ctx).parse_args(words)[0])
+            raise D3EngineError(f"{fault}; see {as_typed(*ctx.command_path.split()[1:], '--help')}") from None
 
 
 class Command(Worded, TyperCommand):
