@@ -158,15 +158,11 @@ class Run:
             f"{_pace(tokens, self.seconds)} ({self.seconds:.2f} s)",
             f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}",
             *([f"executor: {self.executor}"] if self.executor else []),
-            *self._cut(),
         ]
+        if cut := sum(answer.finish_reason == "length" for answer in self.answers):
+            whose = "" if len(self.answers) == 1 else f"{cut} of {len(self.answers)} answers "
+            words.append(f"{whose}cut at the length limit")
         return ", ".join((["interrupted"] if self.interrupted else []) + words)
-
-    def _cut(self) -> list[str]:
-        """Says so where text ends because no more tokens were asked for, or had room."""
-        count = sum(answer.finish_reason == "length" for answer in self.answers)
-        whose = "" if len(self.answers) == 1 else f"{count} of {len(self.answers)} answers "
-        return [f"{whose}cut at the length limit"] if count else []
 
     def _drafting_or_layers(self) -> list[str]:
         """Of drafts, whose layers come on top of a token's own, their yield; else the layers of a token."""

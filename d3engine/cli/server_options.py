@@ -138,7 +138,8 @@ def server_settings(model: str, who: Options, what: Options, limits: Options) ->
     """The settings that the options come to; raises `InvalidValueError` for what is not allowed."""
     who, limits = dict(who), dict(limits)
     timeouts = _timeouts(limits.pop("timeouts", ()))
-    keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None)), *_keys_of_environment()]
+    keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None))]
+    keys += [key.strip() for key in API_KEY.read().split(",") if key.strip()]
     with naming_flags({field: f"{name} of --timeout" for name, field in TIMEOUTS.items()}):
         guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits, **timeouts)
     return ServerSettings(guards=guards, **served_as(model, what))
@@ -179,10 +180,6 @@ def _keys_of_file(file: Path | None) -> list[str]:
     keys = [line.strip() for line in text_of("--api-key-file", file).splitlines() if line.strip()]
     require(len(keys) > 0, "--api-key-file", str(file), "a file with a key in it")
     return keys
-
-
-def _keys_of_environment() -> list[str]:
-    return [key.strip() for key in API_KEY.read().split(",") if key.strip()]
 
 
 def _alias(given: str) -> tuple[str, DepthPolicy]:
