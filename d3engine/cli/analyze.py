@@ -14,20 +14,17 @@ from d3engine.cli.commands import (
     check_plot,
     new_app,
     print_json,
+    print_table,
     printing_last,
-    show_report,
     write_output,
 )
 from d3engine.cli.depth_options import Depth, number, takes_depth
 from d3engine.cli.engine_options import Model, Options, model_directory, takes_engine
 from d3engine.cli.observing import (
+    AnalysisOptions,
     Limit,
     Png,
-    grid_of,
-    observe,
-    policy_or_own,
-    present,
-    show_result,
+    analysis,
     takes_questions,
     with_bar,
 )
@@ -37,120 +34,12 @@ from d3engine.errors import require, require_integer
 from d3engine.utils.progress import counting, shows_bars
 
 if TYPE_CHECKING:
-    from d3engine.research.analysis.kinds import ByKind
-    from d3engine.research.analysis.layers import LayerLoss
     from d3engine.research.analysis.sample import Sample
-
-
-@takes_questions
-@takes_depth
-@takes_engine
-def kinds(
-    engine_options: Options,
-    asking: Options,
-    depth: Depth,
-    model: Model = "demo",
-    limit: Limit = 50,
-    png: Png = None,
-    as_json: AsJson = False,
-) -> None:
-    """Digits, "####", line breaks, words ...: layers until settled, and what a policy costs each (the paper's limits).
-
-    Steps are gathered by the token that they yield, and by the one that they are fed with, whose kind is known
-    beforehand. The text is given: the model's own answers, or with --reference-answers those of the task. Without
-    --depth the policy is the model's own (d3.json).
-    """
-    from d3engine.depth.labels import policy_in_words
-    from d3engine.model.config import ModelConfig
-    from d3engine.research.analysis.answers import answer
-    from d3engine.research.analysis.kinds import TokenKinds, measure_by_kind
-    from d3engine.research.analysis.plots import plot_kinds
-
-    policy = policy_or_own(model, depth)
-    total = ModelConfig.from_directory(model_directory(model)).num_layers
-    schedule = policy.schedule(total)
-    is_plain = schedule.is_nested and policy.exit_rule(total) is None and not policy.drafts
-    require(is_plain, "--depth", policy.name, "a policy whose layers are known before and stay skipped, such as d3")
-    seen = observe(model, engine_options, asking, limit, png)
-    known = TokenKinds(seen.tokenizer(model), seen.engine.config.eos_token_ids)
-    decoded = None
-    if seen.asked.references is None:
-        asked = seen.asked
-        decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=shows_bars())
-    with counting("kinds", "answer", len(seen.answered)) as done:
-        words = policy_in_words(policy)
-        result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
-    present(result, as_json, model, png, plot_kinds, "what kinds of tokens need, and what they lose", show=_show_kinds)
-
-
-def _show_kinds(result: ByKind, as_json: bool) -> None:
-    from d3engine.research.analysis.kinds import SIDES
-
-    show_report(result.as_dict, lambda: map(result.table, SIDES), as_json, apart=True)
-
-
-@takes_questions
-@takes_engine
-def layers(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 12,
-    widths: Annotated[
-        list[int] | None,
-        typer.Option("--width", help="Layers of a window; may be repeated (1, 2, 4 and 8, up to a third of all)."),
-    ] = None,
-    steps: Annotated[
-        list[int] | None,
-        typer.Option("--from-step", help="Step to skip from; may be repeated (1 and 32)."),
-    ] = None,
-    png: Png = None,
-    as_json: AsJson = False,
-) -> None:
-    """Which layers the model can spare, and from which step on: the next token's loss by every window of layers.
-
-    Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
-    the next token's distribution is compared with full depth's: no task has to be solved.
-    """
-    from d3engine.model.config import ModelConfig
-    from d3engine.research.analysis.layers import measure_layers, passes
-    from d3engine.research.analysis.plots import plot_layers
-
-    total = ModelConfig.from_directory(model_directory(model)).num_layers
-    chosen = sorted(set(widths or [width for width in (1, 2, 4, 8) if width == 1 or 3 * width <= total]))
-    from_steps = sorted(set(steps or [1, 32]))
-    for width in chosen:
-        require_integer("--width", width, 1, total - 1)
-    for step in from_steps:
-        require_integer("--from-step", step, 1)
-    seen = observe(model, engine_options, asking, limit, png)
-    longest = max(len(one.token_ids) for one in seen.answered)
-    reached = [step for step in from_steps if step < longest] if steps is None else from_steps
-    count = len(seen.answered) * passes(total, chosen, reached)
-    with counting("layers", "window", count) as progress:
-        result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
-    present(
-        result,
-        as_json,
-        model,
-        png,
-        plot_layers,
-        "loss of the next token by the window of layers skipped",
-        show=_show_layers,
-    )
-
-
-def _show_layers(result: LayerLoss, as_json: bool) -> None:
-    show_report(result.as_dict, lambda: (result.table(), result.position_table()), as_json, apart=True)
-
 
 app = new_app(
     help="Look into a model while it answers: the D3 paper's analyses, each as table, picture and JSON.",
     no_args_is_help=True,
 )
-
-app.command()(layers)
-app.command()(kinds)
 
 DEFAULT_DECAYS = (0.8, 0.9, 0.99, 0.999, 0.9999)
 LastLayers = Annotated[
@@ -159,80 +48,112 @@ LastLayers = Annotated[
 ]
 
 
-@app.command()
-@takes_questions
-@takes_engine
-def saturation(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 100,
-    png: Png = None,
-    as_json: AsJson = False,
+@analysis(app, limit=12)
+def layers(
+    options: AnalysisOptions,
+    widths: Annotated[
+        list[int] | None,
+        typer.Option("--width", help="Layers of a window; may be repeated (1, 2, 4 and 8, up to a third of all)."),
+    ] = None,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option("--from-step", help="Step to skip from; may be repeated (1 and 32)."),
+    ] = None,
 ) -> None:
+    """Which layers the model can spare, and from which step on: the next token's loss by every window of layers.
+
+    Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
+    the next token's distribution is compared with full depth's: no task has to be solved.
+    """
+    from d3engine.research.analysis.layers import measure_layers, passes
+    from d3engine.research.analysis.plots import plot_layers
+
+    total = options.num_layers
+    chosen = sorted(set(widths or [width for width in (1, 2, 4, 8) if width == 1 or 3 * width <= total]))
+    from_steps = sorted(set(steps or [1, 32]))
+    for width in chosen:
+        require_integer("--width", width, 1, total - 1)
+    for step in from_steps:
+        require_integer("--from-step", step, 1)
+    seen = options.observe()
+    longest = max(len(one.token_ids) for one in seen.answered)
+    reached = [step for step in from_steps if step < longest] if steps is None else from_steps
+    count = len(seen.answered) * passes(total, chosen, reached)
+    with counting("layers", "window", count) as progress:
+        result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
+    words = "loss of the next token by the window of layers skipped"
+    options.present(result, plot_layers, words, lambda: (result.table(), result.position_table()))
+
+
+@analysis(app, limit=50)
+def kinds(options: AnalysisOptions, depth: Depth) -> None:
+    """Digits, "####", line breaks, words ...: layers until settled, and what a policy costs each (the paper's limits).
+
+    Steps are gathered by the token that they yield, and by the one that they are fed with, whose kind is known
+    beforehand. The text is given: the model's own answers, or with --reference-answers those of the task. Without
+    --depth the policy is the model's own (d3.json).
+    """
+    from d3engine.depth.labels import policy_in_words
+    from d3engine.research.analysis.answers import answer
+    from d3engine.research.analysis.kinds import SIDES, TokenKinds, measure_by_kind
+    from d3engine.research.analysis.plots import plot_kinds
+
+    policy = options.policy_or_own(depth)
+    total = options.num_layers
+    schedule = policy.schedule(total)
+    is_plain = schedule.is_nested and policy.exit_rule(total) is None and not policy.drafts
+    require(is_plain, "--depth", policy.name, "a policy whose layers are known before and stay skipped, such as d3")
+    seen = options.observe()
+    known = TokenKinds(seen.tokenizer(options.model), seen.engine.config.eos_token_ids)
+    decoded = None
+    if seen.asked.references is None:
+        asked = seen.asked
+        decoded = answer(seen.engine, asked.prompts, asked.max_tokens, policy, stop=asked.stop, progress=shows_bars())
+    with counting("kinds", "answer", len(seen.answered)) as done:
+        words = policy_in_words(policy)
+        result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
+    words = "what kinds of tokens need, and what they lose"
+    options.present(result, plot_kinds, words, lambda: map(result.table, SIDES))
+
+
+@analysis(app, limit=100)
+def saturation(options: AnalysisOptions) -> None:
     """After how many layers each token's prediction is settled, and how sure it is then (Table 2)."""
     from d3engine.research.analysis.plots import plot_saturation
     from d3engine.research.analysis.saturation import measure_saturation
 
-    seen = observe(model, engine_options, asking, limit, png)
-    result = measure_saturation(seen.observer, with_bar(seen.answered, "saturation"))
-    present(result, as_json, model, png, plot_saturation)
+    seen = options.observe()
+    options.present(measure_saturation(seen.observer, with_bar(seen.answered, "saturation")), plot_saturation)
 
 
-@app.command()
-@takes_questions
-@takes_engine
-def perplexity(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 500,
-    png: Png = None,
-    as_json: AsJson = False,
-) -> None:
+@analysis(app, limit=500)
+def perplexity(options: AnalysisOptions) -> None:
     """The model's confidence in its answer, by generation step (Figure 2b)."""
     from d3engine.research.analysis.plots import plot_perplexity
     from d3engine.research.analysis.saturation import measure_perplexity
 
-    result = measure_perplexity(observe(model, engine_options, asking, limit, png).answered)
-    present(result, as_json, model, png, plot_perplexity)
+    options.present(measure_perplexity(options.observe().answered), plot_perplexity)
 
 
-@app.command()
-@takes_questions
-@takes_engine
-def flow(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 50,
-    png: Png = None,
-    as_json: AsJson = False,
-) -> None:
+@analysis(app, limit=50)
+def flow(options: AnalysisOptions) -> None:
     """How much each layer, its attention and its MLP change what passes through (Figure 3)."""
     from d3engine.research.analysis.plots import plot_flow
     from d3engine.research.analysis.saturation import measure_flow
 
-    seen = observe(model, engine_options, asking, limit, png)
+    seen = options.observe()
     result = measure_flow(seen.observer, with_bar(seen.answered, "flow"))
-    present(result, as_json, model, png, plot_flow, "what each part of a layer changes in the residual stream")
+    options.present(result, plot_flow, "what each part of a layer changes in the residual stream")
 
 
-@app.command()
-@takes_questions
-@takes_engine
+@analysis(app, limit=50)
 def copy(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 50,
+    options: AnalysisOptions,
     layers: LastLayers = None,
     steps: Annotated[
         list[int] | None,
         typer.Option("--from-step", help="Step to copy from; may be repeated (1, 2, 4, 8, 16 and 32)."),
     ] = None,
-    png: Png = None,
-    as_json: AsJson = False,
 ) -> None:
     """What is still right when the last layers are copied from some step on (Figure 2a).
 
@@ -242,30 +163,23 @@ def copy(
     from d3engine.research.analysis.plots import plot_copying
     from d3engine.research.analysis.report import counted
 
-    counts, from_steps = grid_of(model, layers, steps, "--from-step")
-    seen = observe(model, engine_options, asking, limit, png, judges=True)
+    counts, from_steps = options.grid(layers, steps, "--from-step")
+    seen = options.observe(judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with counting("copy", "setting", 1 + len(counts) * len(from_steps)) as progress:
         result = measure_copying(outcome, Grid(measure, seen.asked.max_tokens, lengths, counts, from_steps), progress)
-    present(result, as_json, model, png, plot_copying, f"last layers copied, {counted(len(lengths), 'answer')}")
+    options.present(result, plot_copying, f"last layers copied, {counted(len(lengths), 'answer')}")
 
 
-@app.command()
-@takes_questions
-@takes_engine
+@analysis(app, limit=50)
 def perturb(
-    engine_options: Options,
-    asking: Options,
-    model: Model = "demo",
-    limit: Limit = 50,
+    options: AnalysisOptions,
     layers: LastLayers = None,
     steps: Annotated[
         list[int] | None,
         typer.Option("--at-step", help="The step to copy at; may be repeated (1, 2, 4, 8, 16 and 32)."),
     ] = None,
-    png: Png = None,
-    as_json: AsJson = False,
 ) -> None:
     """What one perturbed step costs: the last layers are copied there alone, and run again after it (Figure 2a).
 
@@ -276,37 +190,27 @@ def perturb(
     from d3engine.research.analysis.plots import plot_perturbing
     from d3engine.research.analysis.report import counted
 
-    counts, at_steps = grid_of(model, layers, steps, "--at-step", spare=1)
-    seen = observe(model, engine_options, asking, limit, png, judges=True)
+    counts, at_steps = options.grid(layers, steps, "--at-step", spare=1)
+    seen = options.observe(judges=True)
     outcome, measure = seen.judge()
     lengths = [len(one.token_ids) for one in seen.answered]
     with counting("perturb", "setting", 1 + len(ENTRIES) * len(counts) * len(at_steps)) as progress:
         result = measure_perturbing(outcome, Grid(measure, seen.asked.max_tokens, lengths, counts, at_steps), progress)
-    present(result, as_json, model, png, plot_perturbing, f"one step perturbed, {counted(len(lengths), 'answer')}")
+    options.present(result, plot_perturbing, f"one step perturbed, {counted(len(lengths), 'answer')}")
 
 
-@app.command()
-@takes_questions
-@takes_engine
-def oracle(
-    engine_options: Options, asking: Options, model: Model = "demo", limit: Limit = 20, as_json: AsJson = False
-) -> None:
+@analysis(app, limit=20, draws=False)
+def oracle(options: AnalysisOptions) -> None:
     """What is lost if every token leaves at the layer where its prediction is settled (section 3.2).
 
     The layers above hold a copied or a recomputed entry of it. Token by token, one answer after the other: slow.
     """
     from d3engine.research.analysis.copying import ask_oracle
 
-    seen = observe(model, engine_options, asking, limit, None, judges=True)
-    result = ask_oracle(
-        seen.observer,
-        seen.tokenizer(model),
-        with_bar(seen.answered, "oracle"),
-        seen.asked.max_tokens,
-        seen.asked.stop,
-        seen.asked.questions,
-    )
-    show_result(result, as_json)
+    seen = options.observe(judges=True)
+    tokenizer, asked = seen.tokenizer(options.model), seen.asked
+    texts = with_bar(seen.answered, "oracle")
+    options.present(ask_oracle(seen.observer, tokenizer, texts, asked.max_tokens, asked.stop, asked.questions))
 
 
 @app.command("schedule")
@@ -328,7 +232,6 @@ def show_schedule(
 
     `d3engine schedule` shows a single policy layer by layer.
     """
-    from d3engine.cli.terminal import print_table
     from d3engine.model.config import ModelConfig
 
     require_integer("--steps", steps, 1, 10_000_000)
@@ -405,8 +308,9 @@ def sample(
 
     require_integer("--guess-layers", guesses, 1)
     check_output("--html", html)
-    policy = policy_or_own(model, depth)
-    seen = observe(model, engine_options, asking, limit, png, judges=True)
+    options = AnalysisOptions(model, engine_options, asking, limit, png, as_json)
+    policy = options.policy_or_own(depth)
+    seen = options.observe(judges=True)
     engine = seen.engine
     tokenizer, layers = seen.tokenizer(model), guess_layers(engine.config.num_layers, guesses)
     answers = []

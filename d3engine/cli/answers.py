@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from d3engine.cli.terminal import DepthColours, Writer, possible_depths
+from d3engine.cli.terminal import DepthColours, Writer
 from d3engine.engine.call_lock import Interrupt, held_back
 from d3engine.errors import FailedError
 from d3engine.request.params import RequestOutputKind
@@ -158,15 +158,11 @@ class Run:
             f"{_pace(tokens, self.seconds)} ({self.seconds:.2f} s)",
             f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}",
             *([f"executor: {self.executor}"] if self.executor else []),
-            *self._cut(),
         ]
+        if cut := sum(answer.finish_reason == "length" for answer in self.answers):
+            whose = "" if len(self.answers) == 1 else f"{cut} of {len(self.answers)} answers "
+            words.append(f"{whose}cut at the length limit")
         return ", ".join((["interrupted"] if self.interrupted else []) + words)
-
-    def _cut(self) -> list[str]:
-        """Says so where text ends because no more tokens were asked for, or had room."""
-        count = sum(answer.finish_reason == "length" for answer in self.answers)
-        whose = "" if len(self.answers) == 1 else f"{count} of {len(self.answers)} answers "
-        return [f"{whose}cut at the length limit"] if count else []
 
     def _drafting_or_layers(self) -> list[str]:
         """Of drafts, whose layers come on top of a token's own, their yield; else the layers of a token."""
@@ -262,8 +258,13 @@ def _raise_fault(answer: Answer) -> None:
 
 def depths_of(engine: Engine, params: SamplingParams) -> list[int]:
     """All depths that a token of an answer can have, the first one's first."""
+    policy, layers = params.depth or engine.depth, engine.config.num_layers
+    rule = policy.exit_rule(layers)
+    if rule is not None:
+        return rule.depths(layers)
+    schedule = policy.schedule(layers)
     steps = min(params.max_tokens or engine.max_model_len, engine.max_model_len)
-    return possible_depths(params.depth or engine.depth, engine.config.num_layers, steps)
+    return [schedule.depth_at(first) for first, _ in schedule.runs(steps)]
 
 
 def show_tokens(answer: Answer, writer: Writer, colours: DepthColours, *, suffix: bool = False) -> None:

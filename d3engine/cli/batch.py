@@ -62,7 +62,9 @@ def batch(
 
     settings = ServerSettings(**served_as(model, what))
     model_directory(model)
-    _check_files(source, target)
+    require(source.is_file(), "IN", str(source), "a regular file, since it is read more than once")
+    is_same = target.exists() and target.samefile(source)
+    require(not is_same, "OUT", str(target), "another file than IN")
     total = _check_names(source)
     with open_results(target) as results:
         missing = sum(1 for _ in _missing(source, results))
@@ -79,12 +81,6 @@ def batch(
     note(f"{total} lines, and a result for each; {missing - errors} answered now, {errors} told why not")
     if errors:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _check_files(source: Path, target: Path) -> None:
-    require(source.is_file(), "IN", str(source), "a regular file, since it is read more than once")
-    is_same = target.exists() and target.samefile(source)
-    require(not is_same, "OUT", str(target), "another file than IN")
 
 
 def _check_names(source: Path) -> int:

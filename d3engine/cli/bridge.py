@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from d3engine.cli.bridge_judged import measure_command, nest_command, tune_command, windows_in_words
 from d3engine.cli.bridge_texts import (
     ANSWER_TOKENS,
-    Data,
-    HeldOutFile,
-    HeldOutTexts,
-    MaxTokens,
-    OwnAnswers,
-    Prompts,
-    PromptTokens,
-    Task,
-    Text,
     TextOptions,
-    TextTokens,
     open_passage,
     policy_of,
+    takes_texts,
     write_own_bridges,
 )
 from d3engine.cli.commands import (
@@ -38,6 +29,8 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
+    print_tables,
     printing_last,
     write_output,
 )
@@ -56,58 +49,24 @@ if TYPE_CHECKING:
 GRID_WIDTHS = 3
 """As `d3engine.research.bridges.fitting.GRID_WIDTHS`, which is not loaded for help."""
 
-Starts: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--start", help="d3's start: all windows from there on; may be repeated (0.8)."),
-]
-Windows: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--window", metavar="A:B", help="Also the layers A to B - 1 alone; may be repeated."),
-]
-Policies: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--depth", help='Also the windows that a policy leaves out, "skipdecode mean-layers=24"; may be repeated.'
-    ),
-]
-Grid: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--grid",
-        metavar="WIDTH",
-        help="Also what d3engine bridge nest needs, not measured here: windows between multiples of WIDTH, "
-        f"up to {GRID_WIDTHS} WIDTHs wide.",
-    ),
-]
 
+def _windows(
+    directory: Path, starts: Sequence[str], windows: Sequence[str], policies: Sequence[str], grid: int | None
+) -> tuple[list[Window], list[Window]]:
+    """The windows to measure, and all to fit, in order; those of D3's start 0.8 where nothing was given."""
+    from d3engine.model.config import ModelConfig
+    from d3engine.research.bridges.fitting import grid_windows, windows_from
 
-@dataclass(frozen=True)
-class WindowOptions:
-    """What a command was given. Without any of it, the windows of D3's start 0.8."""
-
-    starts: Sequence[str]
-    windows: Sequence[str]
-    policies: Sequence[str]
-    grid: int | None
-
-    def find(self, directory: Path) -> tuple[list[Window], list[Window]]:
-        """The windows to measure, and all to fit, in order."""
-        from d3engine.model.config import ModelConfig
-        from d3engine.research.bridges.fitting import grid_windows, windows_from
-
-        layers = ModelConfig.from_directory(directory).num_layers
-        reported = {
-            *windows_from([_first_of(start, layers) for start in self._starts], layers),
-            *(window_of("--window", window, layers) for window in self.windows),
-            *(window for policy in self.policies for window in _left_out(policy, layers)),
-        }
-        by_grid = [] if self.grid is None else grid_windows(require_integer("--grid", self.grid, 1, layers), layers)
-        return sorted(reported), sorted({*reported, *by_grid})
-
-    @property
-    def _starts(self) -> Sequence[str]:
-        others = self.windows or self.policies or self.grid is not None
-        return self.starts or ([] if others else ["0.8"])
+    layers = ModelConfig.from_directory(directory).num_layers
+    if not (starts or windows or policies) and grid is None:
+        starts = ["0.8"]
+    reported = {
+        *windows_from([_first_of(start, layers) for start in starts], layers),
+        *(window_of("--window", window, layers) for window in windows),
+        *(window for policy in policies for window in _left_out(policy, layers)),
+    }
+    by_grid = [] if grid is None else grid_windows(require_integer("--grid", grid, 1, layers), layers)
+    return sorted(reported), sorted({*reported, *by_grid})
 
 
 def _first_of(start: str, num_layers: int) -> int:
@@ -171,35 +130,42 @@ app.command("tune")(tune_command)
 app.command("measure")(measure_command)
 
 
-class BridgeDtype(StrEnum):
-    """What the maps are written in; `DTYPES` as an option."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+BridgeDtype = StrEnum("BridgeDtype", ["float32", "bfloat16", "float16"])
+"""What the maps are written in; `DTYPES` as an option."""
 
 
 @app.command("fit")
+@takes_texts("Texts to fit on at most.", "bridge_dtype", texts=150, text_tokens=512, held_out_texts=24)
 @takes_engine
 def fit_command(
     engine_options: Options,
     model: Model = "demo",
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    answers: OwnAnswers = None,
-    data: Data = None,
-    held_out: HeldOutFile = None,
-    starts: Starts = None,
-    windows: Windows = None,
-    policies: Policies = None,
-    grid: Grid = None,
+    *,
+    asked: TextOptions,
+    starts: Annotated[
+        list[str] | None,
+        typer.Option("--start", help="d3's start: all windows from there on; may be repeated (0.8)."),
+    ] = None,
+    windows: Annotated[
+        list[str] | None,
+        typer.Option("--window", metavar="A:B", help="Also the layers A to B - 1 alone; may be repeated."),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--depth", help='Also the windows that a policy leaves out, "skipdecode mean-layers=24"; may be repeated.'
+        ),
+    ] = None,
+    grid: Annotated[
+        int | None,
+        typer.Option(
+            "--grid",
+            metavar="WIDTH",
+            help="Also what d3engine bridge nest needs, not measured here: windows between multiples of WIDTH, "
+            f"up to {GRID_WIDTHS} WIDTHs wide.",
+        ),
+    ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Rank of each map (full).")] = None,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to fit on at most.")] = 150,
-    held_out_texts: HeldOutTexts = 24,
-    text_tokens: TextTokens = 512,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     bridge_dtype: Annotated[
         BridgeDtype, typer.Option("--bridge-dtype", help="What the maps are written in.")
     ] = BridgeDtype.float32,
@@ -230,21 +196,9 @@ def fit_command(
     for option, path in (("--out", target), ("--png", png)):
         check_output(option, path)
     check_plot("--png", png)
-    reported, wanted = WindowOptions(starts or [], windows or [], policies or [], grid).find(directory)
-    asked = TextOptions(
-        text or [],
-        task,
-        prompts,
-        data,
-        texts,
-        text_tokens,
-        prompt_tokens,
-        max_tokens,
-        held_out,
-        held_out_texts,
-        answers,
-    )
-    require(answers is None or held_out is None, "--held-out", held_out, "absent beside --answers, which has its own")
+    reported, wanted = _windows(directory, starts or [], windows or [], policies or [], grid)
+    is_one = asked.answers is None or asked.held_out is None
+    require(is_one, "--held-out", asked.held_out, "absent beside --answers, which has its own")
     asked.check(fewest=CHOOSING_EVERY)
 
     from d3engine.research.bridges.fitting import Fit, measure_held_out, shrink
@@ -280,7 +234,9 @@ def fit_command(
             judge_on,
             advance,
         )
-    bridges, worse = _without_worse(bridges, result, even_if_worse)
+    worse = [] if even_if_worse or not result.num_texts else result.worse_than_none()
+    kept = {window: one for window, one in bridges.by_window.items() if window not in worse}
+    bridges = replace(bridges, by_window=kept)
     with printing_last(partial(_show, result, found, target if bridges.by_window else None, as_json)):
         if worse:
             shown = ", ".join(f"[{first}, {stop})" for first, stop in worse)
@@ -317,8 +273,6 @@ def inspect_command(
         whose = {"fingerprint": bridges.fingerprint, "num_layers": bridges.num_layers}
         print_json({**whose, "bytes": bridges.num_bytes, "bridges": rows, "about": bridges.about})
         return
-    from d3engine.cli.terminal import print_table
-
     shown = [
         (f"[{bridge.first}, {bridge.stop})", f"{bridge.rank or 'full'}", dtype, f"{count:,}")
         for bridge, dtype, count in found
@@ -369,13 +323,6 @@ def _bridges(
     )
 
 
-def _without_worse(bridges: Bridges, result: HeldOut, even_if_worse: bool) -> tuple[Bridges, list[Window]]:
-    """The bridges without those that are worse than none on held-out text, and the windows of these."""
-    worse = [] if even_if_worse or not result.num_texts else result.worse_than_none()
-    kept = {window: one for window, one in bridges.by_window.items() if window not in worse}
-    return replace(bridges, by_window=kept), worse
-
-
 # -- what is said ----------------------------------------------------------------------------------------------
 
 
@@ -396,10 +343,7 @@ def _show(result: HeldOut, found: Sequence[Fitted], target: Path | None, as_json
         ]
         print_json({"out": target and str(target), "fits": fits, "held_out": result.as_dict()})
         return
-    from d3engine.cli.terminal import print_table
-
     if result.num_texts == 0:
         note("no held-out text is long enough to be measured on")
         return
-    table = result.table()
-    print_table(table.title, table.header, table.rows)
+    print_tables([result.table()])

@@ -7,29 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from d3engine.cli.bridge_texts import (
-    ANSWER_TOKENS,
+    OF_HELD_OUT,
     BridgesFile,
-    Data,
-    HeldOutFile,
-    HeldOutTexts,
-    MaxTokens,
-    Prompts,
-    PromptTokens,
-    Task,
-    Text,
     TextOptions,
-    TextTokens,
     bridges_of,
     bridges_path,
     open_passage,
     policy_of,
     read_own_bridges,
     schedule_of,
+    takes_texts,
     write_own_bridges,
 )
 from d3engine.cli.commands import AsJson, check_output, note, printing_last, show_report
@@ -39,13 +31,16 @@ from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
-    from d3engine.model.bridges import Bridge, Bridges, Window
+    from d3engine.model.bridges import Bridge, Window
     from d3engine.research.bridges.decoded import Comparison
     from d3engine.research.bridges.judging import Reading
     from d3engine.research.bridges.nesting import Order
     from d3engine.research.bridges.own_answers import OwnComparison
 
 
+@takes_texts(
+    "Texts to tune on at most; their states are kept.", "out", ["answers"], texts=48, text_tokens=256, held_out_texts=8
+)
 @takes_engine
 def tune_command(
     engine_options: Options,
@@ -54,11 +49,8 @@ def tune_command(
     ],
     model: Model = "demo",
     bridges: BridgesFile = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
-    held_out: HeldOutFile = None,
+    *,
+    asked: TextOptions,
     from_nothing: Annotated[
         bool,
         typer.Option(
@@ -70,11 +62,6 @@ def tune_command(
     steps: Annotated[int, typer.Option("--steps", help="Steps, each on one text.")] = 300,
     rows: Annotated[int, typer.Option("--rows", help="Positions of a text that a step looks at.")] = 128,
     rate: Annotated[float, typer.Option("--rate", help="Adam's rate at first; it falls to 0 in a line.")] = 3e-4,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to tune on at most; their states are kept.")] = 48,
-    held_out_texts: HeldOutTexts = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -86,14 +73,13 @@ def tune_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(
-        text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens, held_out, held_out_texts
-    )
     asked.check()
     require_integer("--steps", steps, 1)
     require_integer("--rows", rows, 1)
     require_number("--rate", rate, 0, 1, open_low=True)
 
+    from d3engine.research.bridges.decoded import Candidate, measure_decoded
+    from d3engine.research.bridges.fitting import text_hash
     from d3engine.research.bridges.judging import FullText, first_layers, long_enough
     from d3engine.research.bridges.tuning import Tuning, TuningOptions
 
@@ -112,28 +98,27 @@ def tune_command(
     layers = first_layers([schedule])
     full = [FullText(passage, one, layers) for one in progress_bar("texts", "text", None, iterable=tune_on)]
     state = target.with_name(f"{target.name}.part")
-    key = json.dumps([own.fingerprint, policy, asdict(options), _text_hash(tune_on), _hash(before)])
+    texts = text_hash([one.token_ids for one in tune_on])
+    key = json.dumps([own.fingerprint, policy, asdict(options), texts, _hash(before)])
     with progress_bar("tune", "step", steps) as bar:
-        tuning.run(full, state, key, lambda loss: _advance(bar, loss))
-    result = _compared(passage, schedule, before, tuning.bridges, judge_on, "skipped" if from_nothing else "fitted")
+
+        def advance(loss: float) -> None:
+            bar.update()
+            if loss == loss:
+                bar.set_postfix(kl=f"{loss:.3f}", refresh=False)
+
+        tuning.run(full, state, key, advance)
+    begun = Candidate("skipped" if from_nothing else "fitted", schedule, before)
+    with counting("held out", "text", len(judge_on)) as progress:
+        result = measure_decoded(passage, [begun, Candidate("tuned", schedule, tuning.bridges)], judge_on, progress)
     pays = result.policies[1].mean("kl").value < result.policies[0].mean("kl").value
     with printing_last(partial(_show_tuned, result, pays, target, as_json)):
         if pays:
             told = {"policy": policy, **asdict(options), "source": asked.source, "texts": len(tune_on)}
-            _write(own, tuning.bridges, {**told, "text_hash": _text_hash(tune_on)}, target)
+            earlier = own.about.get("tuned", [])
+            about = {**own.about, "tuned": [*earlier, {**told, "text_hash": texts}]}
+            write_own_bridges(replace(own, by_window={**own.by_window, **tuning.bridges}, about=about), target)
         state.unlink(missing_ok=True)
-
-
-def _advance(bar: Any, loss: float) -> None:
-    bar.update()
-    if loss == loss:
-        bar.set_postfix(kl=f"{loss:.3f}", refresh=False)
-
-
-def _text_hash(readings: Sequence[Reading]) -> str:
-    from d3engine.research.bridges.fitting import text_hash
-
-    return text_hash([one.token_ids for one in readings])
 
 
 def _hash(bridges: Mapping[Window, Bridge]) -> str:
@@ -148,26 +133,6 @@ def _hash(bridges: Mapping[Window, Bridge]) -> str:
     return digest.hexdigest()
 
 
-def _compared(
-    passage: Any,
-    schedule: Any,
-    before: Mapping[Window, Bridge],
-    after: Mapping[Window, Bridge],
-    texts: list[Any],
-    name: str,
-) -> Comparison:
-    from d3engine.research.bridges.decoded import Candidate, measure_decoded
-
-    candidates = [Candidate(name, schedule, before), Candidate("tuned", schedule, after)]
-    with counting("held out", "text", len(texts)) as advance:
-        return measure_decoded(passage, candidates, texts, advance)
-
-
-def _write(own: Bridges, tuned: Mapping[Window, Bridge], told: dict[str, Any], target: Path) -> None:
-    about = {**own.about, "tuned": [*own.about.get("tuned", []), told]}
-    write_own_bridges(replace(own, by_window={**own.by_window, **tuned}, about=about), target)
-
-
 def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> None:
     written = str(target) if pays else None
     show_report(
@@ -177,6 +142,7 @@ def _show_tuned(result: Comparison, pays: bool, target: Path, as_json: bool) -> 
         note(f"tuned bridges written to {target}" if pays else "nothing was written: held-out text is no better for it")
 
 
+@takes_texts("Texts to measure on at most.", "as_json", OF_HELD_OUT, texts=8, text_tokens=256)
 @takes_engine
 def measure_command(
     engine_options: Options,
@@ -186,14 +152,8 @@ def measure_command(
         list[str] | None,
         typer.Option("--depth", help='A policy with its options, "d3 alpha=A start=S"; may be repeated.'),
     ] = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to measure on at most.")] = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
+    *,
+    asked: TextOptions,
     as_json: AsJson = False,
 ) -> None:
     """Read texts at the depths that each policy has for them, and compare every next-token distribution with full
@@ -202,7 +162,6 @@ def measure_command(
     With --prompts, or --task chat, each policy also answers by itself, and what it keeps of full depth's answers is
     counted.
     """
-    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
     require(bool(policies), "--depth", NOTHING, "given at least once")
 
@@ -243,21 +202,16 @@ def _answered(engine: Engine, policies: Sequence[str], bridges: Path, readings: 
     return OwnComparison(OwnAnswers("full", [one.token_ids[one.prompt_length :] for one in kept]), found)
 
 
+@takes_texts("Texts to choose by at most.", "out", OF_HELD_OUT, texts=8, text_tokens=256)
 @takes_engine
 def nest_command(
     engine_options: Options,
     model: Model = "demo",
     bridges: BridgesFile = None,
-    text: Text = None,
-    task: Task = None,
-    prompts: Prompts = None,
-    data: Data = None,
+    *,
+    asked: TextOptions,
     width: Annotated[int, typer.Option("--width", help="Layers of each window, as --grid of d3engine bridge fit.")] = 3,
     count: Annotated[int, typer.Option("--count", help="Windows to choose at most.")] = 3,
-    texts: Annotated[int, typer.Option("--texts", help="Texts to choose by at most.")] = 8,
-    text_tokens: TextTokens = 256,
-    prompt_tokens: PromptTokens = None,
-    max_tokens: MaxTokens = ANSWER_TOKENS,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write (the same file).")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -268,7 +222,6 @@ def nest_command(
     path = bridges_path(model, bridges)
     target = out or path
     check_output("--out", target)
-    asked = TextOptions(text or [], task, prompts, data, texts, text_tokens, prompt_tokens, max_tokens)
     asked.check()
     require_integer("--width", width, 1)
     require_integer("--count", count, 1)

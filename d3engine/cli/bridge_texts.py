@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.commands import measures_depths
+from d3engine.cli.commands import measures_depths, writing
 from d3engine.cli.engine_options import Options, engine_arguments
-from d3engine.errors import NOTHING, InvalidValueError, require, require_integer
+from d3engine.cli.signatures import give_parameters, keyword
+from d3engine.errors import NOTHING, require, require_integer
+from d3engine.utils.arguments import OptionTable
 from d3engine.utils.progress import shows_bars
 
 if TYPE_CHECKING:
@@ -28,63 +32,90 @@ PROMPT_TOKENS = 40
 
 ANSWER_TOKENS = 128
 
+Command: TypeAlias = Callable[..., Any]
+
 CHAT = "chat"
 """The task whose questions the model makes up itself."""
 
-Text: TypeAlias = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--text",
-        help='Texts; may be repeated: plain text, or .jsonl with "text", "messages", or "question" and "answer" on '
-        "each line.",
-    ),
-]
-Task: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        help="Or the model's own answers to a task's questions, as d3engine calibrate has it; chat: to questions that "
-        "it makes up itself.",
-    ),
-]
-Prompts: TypeAlias = Annotated[
-    Path | None, typer.Option("--prompts", help="Or its answers to these, a line each, asked by its chat template.")
-]
-OwnAnswers: TypeAlias = Annotated[
-    Path | None, typer.Option("--answers", help="Or a file of d3engine depth answers, with what it holds out.")
-]
-MaxTokens: TypeAlias = Annotated[
-    int, typer.Option("--max-tokens", help="Tokens of an answer at most, to --prompts or of --task chat.")
-]
-Data: TypeAlias = Annotated[
-    Path | None, typer.Option("--data", help="Folder with gsm8k/ and bbh/ to read questions from.")
-]
+DATA = "Folder with gsm8k/ and bbh/ to read questions from."
+Data: TypeAlias = Annotated[Path | None, typer.Option("--data", help=DATA)]
 Fewshot: TypeAlias = Annotated[
     int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")
-]
-HeldOutFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--held-out", help="What to measure on (every eighth of the texts).")
-]
-HeldOutTexts: TypeAlias = Annotated[int, typer.Option("--held-out-texts", help="Texts to measure on at most.")]
-TextTokens: TypeAlias = Annotated[int, typer.Option("--text-tokens", help="Tokens of a text at most.")]
-PromptTokens: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--prompt-tokens",
-        help=f"First tokens of a text, which run every layer, as prompts do ({PROMPT_TOKENS}; of an answer, its own).",
-    ),
 ]
 BridgesFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--bridges", help="A file of d3engine bridge fit (bridges.safetensors beside the weights)."),
 ]
 
+SOURCES: OptionTable = {
+    "text": (
+        "--text",
+        list[Path],
+        'Texts; may be repeated: plain text, or .jsonl with "text", "messages", or "question" and "answer" on '
+        "each line.",
+    ),
+    "task": (
+        "--task",
+        str,
+        "Or the model's own answers to a task's questions, as d3engine calibrate has it; chat: to questions that it "
+        "makes up itself.",
+    ),
+    "prompts": ("--prompts", Path, "Or its answers to these, a line each, asked by its chat template."),
+    "answers": ("--answers", Path, "Or a file of d3engine depth answers, with what it holds out."),
+    "data": ("--data", Path, DATA),
+    "held_out": ("--held-out", Path, "What to measure on (every eighth of the texts)."),
+}
+SIZES: OptionTable = {
+    "held_out_texts": ("--held-out-texts", int, "Texts to measure on at most."),
+    "text_tokens": ("--text-tokens", int, "Tokens of a text at most."),
+    "prompt_tokens": (
+        "--prompt-tokens",
+        int,
+        f"First tokens of a text, which run every layer, as prompts do ({PROMPT_TOKENS}; of an answer, its own).",
+    ),
+    "max_tokens": ("--max-tokens", int, "Tokens of an answer at most, to --prompts or of --task chat."),
+}
+OF_HELD_OUT = ("answers", "held_out", "held_out_texts")
+"""What a command without held-out texts does not take."""
+
+
+def takes_texts(use: str, before: str, without: Sequence[str] = (), **defaults: int) -> Callable[[Command], Command]:
+    """Make the parameter `asked` of a typer command, a `TextOptions`, of options in its place, except those `without`.
+
+    Those of sizes stand before the parameter `before`. `use` is the help of --texts.
+    """
+    defaults["max_tokens"] = ANSWER_TOKENS
+
+    def options(table: OptionTable) -> list[inspect.Parameter]:
+        found = []
+        for name, (flag, kind, text) in table.items():
+            annotation = Annotated[kind if name in defaults else kind | None, typer.Option(flag, help=text)]  # type: ignore[valid-type]
+            found.append(keyword(name, annotation, defaults.get(name)))
+        return [one for one in found if one.name not in without]
+
+    sources, sizes = options(SOURCES), options({"texts": ("--texts", int, use), **SIZES})
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_texts(**arguments: Any) -> Any:
+            given = {one.name: arguments.pop(one.name) for one in (*sources, *sizes)}
+            return command(asked=TextOptions(**given), **arguments)
+
+        parameters: list[inspect.Parameter] = []
+        for one in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += sizes if one.name == before else []
+            parameters += sources if one.name == "asked" else [one]
+        give_parameters(with_texts, parameters)
+        return with_texts
+
+    return decorate
+
 
 @dataclass(frozen=True)
 class TextOptions:
     """What a command was given."""
 
-    files: Sequence[Path]
+    text: Sequence[Path] | None
     task: str | None
     prompts: Path | None
     data: Path | None
@@ -99,7 +130,7 @@ class TextOptions:
     @property
     def source(self) -> str | list[str]:
         """Where the texts are from, for people."""
-        return self.task or [path.name for path in (*self.files, self.prompts, self.answers) if path is not None]
+        return self.task or [path.name for path in (*(self.text or ()), self.prompts, self.answers) if path is not None]
 
     @property
     def are_answers(self) -> bool:
@@ -119,7 +150,7 @@ class TextOptions:
         require_integer("--max-tokens", self.max_tokens, 2)
         fewest_tokens = 2 + require_integer("--prompt-tokens", self._prompt_tokens, 1)
         require_integer("--text-tokens", self.text_tokens, fewest_tokens)
-        sources = bool(self.files) + sum(one is not None for one in (self.task, self.prompts, self.answers))
+        sources = bool(self.text) + sum(one is not None for one in (self.task, self.prompts, self.answers))
         require(sources == 1, "--text", NOTHING, "given, or --task or --prompts in its place")
         reads_files = self.task not in (None, CHAT)
         require(reads_files or self.data is None, "--data", self.data, "absent without a --task of its files")
@@ -149,7 +180,7 @@ class TextOptions:
     def _found(self, engine: Engine, seed: int, count: int) -> list[Callable[[], Reading]]:
         """All texts to choose from, of which those that are chosen are then called for."""
         if self.task is None and self.prompts is None:
-            return [one for path in self.files for one in self._lines(engine, path, "--text")]
+            return [one for path in self.text or () for one in self._lines(engine, path, "--text")]
         if self.are_chats:
             answers = _own_chats(engine, self.prompts, seed, self.max_tokens, self.text_tokens, count)
         else:
@@ -218,10 +249,8 @@ def write_own_bridges(bridges: Bridges, target: Path) -> None:
     """Write a file of bridges. Raises `InvalidValueError` where that cannot be done."""
     from d3engine.model.bridges import write_bridges
 
-    try:
+    with writing("--out", target):
         write_bridges(bridges, target)
-    except OSError as error:
-        raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
 
 
 def bridges_of(schedule: Schedule, bridges: Bridges, path: Path) -> Mapping[Window, Bridge]:

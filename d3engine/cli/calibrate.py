@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from d3engine.cli.bridge_texts import Data, Fewshot
-from d3engine.cli.commands import ExitCode, check_output, check_plot, measures_depths, new_app, note, print_json
+from d3engine.cli.commands import (
+    ExitCode,
+    check_output,
+    check_plot,
+    measures_depths,
+    new_app,
+    note,
+    print_json,
+    print_table,
+)
 from d3engine.cli.draft_search import ScoreName, find_draft
 from d3engine.cli.engine_options import (
     Model,
@@ -106,8 +115,6 @@ def show_calibration(result: Calibration, task: str, target: Path) -> None:
 
 
 def _show_tables(result: Calibration, full: Answers) -> None:
-    from d3engine.cli.terminal import print_table
-
     rounds = [len(trial.screened.right) for trial in result.trials]
     for tail, bridges in grids(result):
         title = "Screening: exact match, % / layers run for a token"
@@ -130,8 +137,6 @@ def _show_tables(result: Calibration, full: Answers) -> None:
 
 
 def _show_certificates(result: Calibration) -> None:
-    from d3engine.cli.terminal import print_table
-
     header = ("setting", "layers", "exact match", "full depth", "difference, 95 % interval", "p", "")
     rows = [_check_row(check) for check in result.certificates]
     problems = result.budget.certification
@@ -139,26 +144,25 @@ def _show_certificates(result: Calibration) -> None:
     typer.echo(f"p: of the hypothesis that {result.tolerance} or more are lost.\n")
 
 
+def _cells(policy: DepthPolicy, answers: Answers) -> tuple[str, str, str]:
+    return setting(policy), f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}"
+
+
 def _fixed_row(trial: Trial) -> tuple[str, ...]:
-    answers = trial.screened
-    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}", f"{len(answers.right)}", trial.fate.value)
-    return (setting(trial.policy), *cells)
+    return *_cells(trial.policy, trial.screened), f"{len(trial.screened.right)}", trial.fate.value
 
 
 def _speed_row(trial: Trial) -> tuple[str, ...]:
     answers = trial.screened
-    cells = (f"{answers.mean_layers:.2f}", f"{answers.exact_match:.1%}")
     interval = f"{answers.interval.low:.1%} to {answers.interval.high:.1%}"
-    return setting(trial.policy), *cells, interval, str(len(answers.right))
+    return *_cells(trial.policy, answers), interval, f"{len(answers.right)}"
 
 
 def _check_row(check: Check) -> tuple[str, ...]:
     pairs = check.pairs
     low, high = 100 * pairs.interval.low, 100 * pairs.interval.high
     return (
-        setting(check.policy),
-        f"{check.answers.mean_layers:.2f}",
-        f"{check.answers.exact_match:.1%}",
+        *_cells(check.policy, check.answers),
         f"{check.full.exact_match:.1%}",
         f"{100 * pairs.difference:+.1f} ({low:+.1f} to {high:+.1f})",
         f"{check.p_value:.2g}",
@@ -169,12 +173,8 @@ def _check_row(check: Check) -> tuple[str, ...]:
 app = new_app()
 
 
-class GridName(StrEnum):
-    """The values of `--grid`."""
-
-    ours = "ours"
-    paper = "paper"
-    windows = "windows"
+GridName = StrEnum("GridName", ["ours", "paper", "windows"])
+"""The values of `--grid`."""
 
 
 EXIT_CODES = {

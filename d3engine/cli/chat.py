@@ -34,7 +34,6 @@ from d3engine.request.params import CHECKS
 from d3engine.utils.files import UnreadableFileError, read_text
 
 if TYPE_CHECKING:
-    from d3engine.depth import DepthPolicy
     from d3engine.engine.engine import Engine
     from d3engine.request.params import SamplingParams
 
@@ -130,7 +129,7 @@ class Conversation:
                     if not self._command(line):
                         return
                 else:
-                    self._turn(line)
+                    self._answer([*self._messages, {"role": "user", "content": line}])
             except (InvalidValueError, FailedError) as error:  # of this turn: the conversation is as it was before
                 self._say(f"error: {' '.join(str(error).split())}")
 
@@ -262,24 +261,15 @@ class Conversation:
             params = replace(self._params, depth=policy)
             self._engine.prepare([0], params)  # the engine refuses or warns now, not at the next turn
             self._params = params
-        self._say(f"Depth: {policy_in_words(self._policy)}")
-
-    @property
-    def _policy(self) -> DepthPolicy:
-        return self._params.depth or self._engine.depth
-
-    def _turn(self, text: str) -> None:
-        self._answer([*self._messages, {"role": "user", "content": text}])
+        self._say(f"Depth: {policy_in_words(self._params.depth or self._engine.depth)}")
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
         """Answer a conversation, which is then this one."""
-        from d3engine.cli.answers import run_answers, show_tokens
-        from d3engine.cli.terminal import DepthColours, possible_depths
+        from d3engine.cli.answers import depths_of, run_answers, show_tokens
+        from d3engine.cli.terminal import DepthColours
 
         prompt = self._engine.chat_prompt(messages)
-        steps = self._params.max_tokens or self._engine.max_model_len
-        depths = possible_depths(self._policy, self._engine.config.num_layers, steps)
-        colours = DepthColours(depths, self._console, wanted=self._color_depth)
+        colours = DepthColours(depths_of(self._engine, self._params), self._console, wanted=self._color_depth)
         run = run_answers(
             self._engine, [prompt], self._params, lambda answer: show_tokens(answer, self._writer, colours)
         )

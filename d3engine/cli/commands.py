@@ -11,7 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from importlib import import_module
@@ -44,12 +44,19 @@ def check_plot(option: str, path: Path | None) -> None:
         check_picture(option, path)
 
 
-def write_output(option: str, path: Path, content: str) -> None:
-    """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name `option` in an `InvalidValueError` where the block cannot write the file."""
     try:
-        write_whole(path, content)
+        yield
     except OSError as error:
         raise InvalidValueError(option, str(path), f"a file that can be written ({error})") from error
+
+
+def write_output(option: str, path: Path, content: str) -> None:
+    """Write a file whole or not at all; raises `InvalidValueError` that names `option` where that cannot be done."""
+    with writing(option, path):
+        write_whole(path, content)
 
 
 @contextmanager
@@ -69,18 +76,28 @@ def print_json(report: Any) -> None:
     typer.echo(json.dumps(report, indent=2))
 
 
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+    """As `d3engine.cli.terminal.print_table`, which is imported for the first table: its libraries are slow to load."""
+    from d3engine.cli import terminal
+
+    terminal.print_table(title, header, rows, notes)
+
+
+def print_tables(tables: Iterable[Table], *, apart: bool = False) -> None:
+    """Print tables; between them an empty line where they stand `apart`."""
+    for place, table in enumerate(tables):
+        typer.echo("", nl=apart and place > 0)
+        print_table(table.title, table.header, table.rows, table.notes)
+
+
 def show_report(
     report: Callable[[], Any], tables: Callable[[], Iterable[Table]], as_json: bool, *, apart: bool = False
 ) -> None:
-    """Print a report as JSON, or as its tables; between them an empty line where they stand `apart`."""
+    """Print a report as JSON, or as its tables."""
     if as_json:
         print_json(report())
-        return
-    from d3engine.cli.terminal import print_table
-
-    for place, table in enumerate(tables()):
-        typer.echo("", nl=apart and place > 0)
-        print_table(table.title, table.header, table.rows, table.notes)
+    else:
+        print_tables(tables(), apart=apart)
 
 
 def tell_verdict(found: Any, show: Callable[[Any], None], as_json: bool) -> None:
@@ -195,17 +212,8 @@ KINDS = {"INTEGER": "an integer", "NUMBER": "a number"}
 """What a value of such a name in the help must be."""
 
 
-def shows_help(error: Any) -> bool:
-    """Whether this is no fault: a group named alone, which shows its help."""
-    return type(error).show is not UsageError.show
-
-
-def in_words(error: Any, context: Any, given: Callable[[], Mapping[str, Any]]) -> str:
-    """The sentence for an error of typer's; `given` has the values of the command line as they stand there."""
-    return f"{_fault(error, given)}; see {as_typed(*context.command_path.split()[1:], '--help')}"
-
-
 def _fault(error: Any, given: Callable[[], Mapping[str, Any]]) -> str:
+    """The sentence for an error of typer's; `given` has the values of the command line as they stand there."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return _unknown(error) if hasattr(error, "possibilities") else error.format_message().rstrip(".")
@@ -339,9 +347,10 @@ class Worded:
         try:
             return parent.parse_args(ctx, args)
         except UsageError as error:
-            if shows_help(error):
+            if type(error).show is not UsageError.show:  # no fault: a group named alone, which shows its help
                 raise
-            raise D3EngineError(in_words(error, ctx, lambda: parent.make_parser(ctx).parse_args(words)[0])) from None
+            fault = _fault(error, lambda: parent.make_parser(ctx).parse_args(words)[0])
+            raise D3EngineError(f"{fault}; see {as_typed(*ctx.command_path.split()[1:], '--help')}") from None
 
 
 class Command(Worded, TyperCommand):
@@ -408,24 +417,12 @@ def new_app(*, cls: type[Group] = Group, **settings: Any) -> App:
 
 
 COMMANDS = {
-    "generate": "d3engine.cli.generate",
-    "chat": "d3engine.cli.chat",
-    "serve": "d3engine.cli.serve",
-    "batch": "d3engine.cli.batch",
-    "schedule": "d3engine.cli.schedule",
-    "plan": "d3engine.cli.plan",
-    "eval": "d3engine.cli.eval",
-    "calibrate": "d3engine.cli.calibrate",
-    "bridge": "d3engine.cli.bridge",
-    "depth": "d3engine.cli.depth_train",
-    "analyze": "d3engine.cli.analyze",
-    "paper": "d3engine.cli.paper",
-    "weights": "d3engine.cli.weights",
-    "models": "d3engine.cli.models",
-    "verify": "d3engine.cli.verify",
-    "speculate": "d3engine.cli.speculate",
-    "integrations": "d3engine.cli.integrations",
-}
+    name: f"d3engine.cli.{name}"
+    for name in (
+        *("generate", "chat", "serve", "batch", "schedule", "plan", "eval", "calibrate", "bridge", "depth", "analyze"),
+        *("paper", "weights", "models", "verify", "speculate", "integrations"),
+    )
+} | {"depth": "d3engine.cli.depth_train"}
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from d3engine.cli.answers import Answer, Run, depths_of, run_answers, show_token
 from d3engine.cli.commands import ExitCode, as_typed, note
 from d3engine.cli.depth_options import AUTO, Depth
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
-from d3engine.cli.terminal import DepthColours, Writer, new_console
+from d3engine.cli.terminal import DepthColours, Writer, layers_by_token, new_console
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.depth.labels import policy_in_words
 from d3engine.errors import require, require_integer
@@ -97,29 +96,22 @@ def show_problem(
     engine = open_engine(model, engine_options)
     params = sampling_params(engine, sampling)
     demo = _Demo(engine, problem, params, color_depth, depth_suffix, as_json)
-    demo.show(_policies(engine, depth), seed)
+    demo.show(list(dict.fromkeys([FullDepth(), engine.depth if depth == AUTO else depth])), seed)
 
 
-def _policies(engine: Engine, depth: Depth) -> list[DepthPolicy]:
-    """Full depth first, then the policy asked for or the model's own."""
-    return list(dict.fromkeys([FullDepth(), engine.depth if depth == AUTO else depth]))
-
-
+@dataclass
 class _Demo:
     """Shows one problem and its answers."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        problem: Problem,
-        params: SamplingParams,
-        color_depth: bool,
-        depth_suffix: bool,
-        as_json: bool,
-    ) -> None:
-        self.engine, self.problem, self.params = engine, problem, params
-        self.prompt = format_prompt(problem.question)
-        self.color_depth, self.depth_suffix, self.as_json = color_depth, depth_suffix, as_json
+    engine: Engine
+    problem: Problem
+    params: SamplingParams
+    color_depth: bool
+    depth_suffix: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        self.prompt = format_prompt(self.problem.question)
         self.console = new_console()
         self.writer = Writer(self.console, wrap=True, indent="  ")
         self.text = Writer(self.console, wrap=True)
@@ -150,12 +142,12 @@ class _Demo:
     def _warm_up(self) -> None:
         """A few tokens that are not shown: the first steps of a process are slower than any other."""
         params = replace(self.params, depth=FullDepth(), min_tokens=0, max_tokens=WARM_UP_TOKENS)
-        if run_answers(self.engine, [self.prompt], params, self._silently).interrupted:
+        if run_answers(self.engine, [self.prompt], params).interrupted:
             raise typer.Exit(ExitCode.INTERRUPTED)
 
     def _show_answer(self, policy: DepthPolicy) -> Run:
         if self.as_json:
-            return self._answer(policy, self._silently)
+            return self._answer(policy)
         params = replace(self.params, depth=policy)
         wanted = self.color_depth and not self.depth_suffix
         colours = DepthColours(depths_of(self.engine, params), self.console, wanted=wanted)
@@ -176,7 +168,7 @@ class _Demo:
             self.console.out("  ", end="", highlight=False)
             colours.legend(run.num_layers)
         else:
-            self.writer.write_words(f"Layers run by each token: {_in_short(run.depths)}.")
+            self.writer.write_words(layers_by_token(run.depths))
         return run
 
     def _heading(self, policy: DepthPolicy) -> str:
@@ -187,12 +179,9 @@ class _Demo:
         falls = f"{max(depths)} layers for the first token, {later}, down to {min(depths)}"
         return f"{policy_in_words(policy)}: {falls}."
 
-    def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None]) -> Run:
+    def _answer(self, policy: DepthPolicy, show: Callable[[Answer], None] = lambda answer: None) -> Run:
         self.engine.reset_prefix_cache()  # or the second answer would find the prompt computed
         return run_answers(self.engine, [self.prompt], replace(self.params, depth=policy), show)
-
-    def _silently(self, answer: Answer) -> None:
-        pass
 
     def _given(self, run: Run) -> int | None:
         return extract_answer(run.answers[0].text)
@@ -227,11 +216,8 @@ class _Demo:
     def _kv_fraction(self, run: Run) -> float:
         lengths = run.prompt_tokens["prompt-0"] + len(run.depths) - 1
         entry = 2 * self.engine.config.kv_size * self.engine.dtype.itemsize
-        return run.kv_bytes_saved / (-(-lengths // self._block) * self._block * run.num_layers * entry)
-
-    @property
-    def _block(self) -> int:
-        return self.engine.scheduler.cache.block_size
+        block = self.engine.scheduler.cache.block_size
+        return run.kv_bytes_saved / (-(-lengths // block) * block * run.num_layers * entry)
 
     def _print_json(self, policies: list[DepthPolicy], runs: list[Run], seed: int) -> None:
         for policy, run in zip(policies, runs, strict=True):
@@ -253,9 +239,3 @@ def _flags(policy: DepthPolicy) -> list[str]:
     if isinstance(policy, D3):
         return ["--compare-full", "--depth", f"d3 alpha={policy.alpha} start={policy.start}"]
     return []
-
-
-def _in_short(depths: Sequence[int]) -> str:
-    """Runs of equal depths: "16, 14, 12, 9 x 27"."""
-    runs = [(depth, len(list(group))) for depth, group in groupby(depths)]
-    return ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)

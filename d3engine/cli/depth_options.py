@@ -50,16 +50,6 @@ def number(text: str) -> float | str:
         return text
 
 
-def numbers(text: str) -> list[float | str]:
-    """Numbers of the command line, "0.9,0.8"."""
-    return [number(one) for one in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    """Files of the command line, "a.safetensors,b.safetensors"."""
-    return text.split(",")
-
-
 def layer_ids(text: str) -> list[int] | str:
     """Layers of the command line, "3,5,8-11"; what names none stays text for the policy to judge."""
     try:
@@ -88,8 +78,8 @@ _TYPES = {
     "bool": bool,
     "float | Fraction": number,
     "Sequence[int]": layer_ids,
-    "Sequence[float]": numbers,
-    "Sequence[str]": names,
+    "Sequence[float]": lambda text: [number(one) for one in text.split(",")],
+    "Sequence[str]": lambda text: text.split(","),
     "Sequence[Sequence[int]]": layer_windows,
 }
 """Annotation of a policy's field -> what reads it; all others are text."""

@@ -20,9 +20,11 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
     printing_last,
     show_report,
     write_output,
+    writing,
 )
 from d3engine.cli.depth_options import window_of
 from d3engine.cli.engine_options import (
@@ -35,7 +37,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     use_threads,
 )
-from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer, require_number
+from d3engine.errors import NOTHING, integer_in, require, require_integer, require_number
 from d3engine.utils.files import sha256_of
 from d3engine.utils.progress import counting, progress_bar
 
@@ -255,10 +257,8 @@ def train_command(
     finished = training.curve.num_steps == options.all_steps
     found = {**told, "out": str(target), "options": vars(options), "finished": finished}
     with printing_last(partial(_show_trained, found, as_json)):
-        try:
+        with writing("--out", target):
             write_student(student, target)
-        except OSError as error:
-            raise InvalidValueError("--out", str(target), f"a file that can be written ({error})") from error
         if report is not None:
             write_output("--report", report, json.dumps(found, indent=2) + "\n")
         if finished:
@@ -342,8 +342,6 @@ def inspect_command(
         found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes, "width": width}
         print_json({"fingerprint": student.fingerprint, **found, "about": student.about})
         return
-    from d3engine.cli.terminal import print_table
-
     rows = [
         (f"{number}", ", ".join(f"{name} {shape}" for name, shape in own.items())) for number, own in layers.items()
     ]
@@ -448,8 +446,6 @@ def _show_trained(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    from d3engine.cli.terminal import print_table
-
     points = [
         (f"{one['step']}", f"{one['tokens']:,}", f"{one['seconds']:.0f}", f"{one['agreement']:.1%}", f"{one['kl']:.4f}")
         for one in found["curve"]

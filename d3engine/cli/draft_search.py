@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from d3engine.cli.commands import ExitCode, note, print_json
+from d3engine.cli.commands import ExitCode, note, print_json, print_table
 from d3engine.cli.engine_options import Options, open_engine, sampling_params
 from d3engine.depth import FullDepth
 from d3engine.errors import InvalidValueError, require, require_integer
@@ -25,11 +25,8 @@ USUAL_PROMPTS, USUAL_TOKENS = 8, 32
 """The authors' search answers eight prompts with 32 tokens each."""
 
 
-class ScoreName(StrEnum):
-    """The values of `--draft-by`."""
-
-    weights = "weights"
-    time = "time"
+ScoreName = StrEnum("ScoreName", ["weights", "time"])
+"""The values of `--draft-by`."""
 
 
 def find_draft(
@@ -117,8 +114,6 @@ def as_dict(found: Drafted) -> dict[str, Any]:
 
 
 def _show(best: Drafted, found: Drafted, different: int, written: Path | None) -> None:
-    from d3engine.cli.terminal import print_table
-
     header = ("questions", "tokens", "accepted", "tokens per verification", "weights read, full depth over this")
     title = f"The best of {different} drafts"
     print_table(title, header, [_row("searched", best), _row("fresh", found)])

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -70,15 +71,20 @@ def naming_the_flag(given: dict[str, Any]) -> Iterator[None]:
         raise
 
 
+def text_of(flag: str, path: Path, others: str = "") -> str:
+    """The text of a file; raises `InvalidValueError`, which names the flag and what it takes else."""
+    try:
+        return read_text(path)
+    except UnreadableFileError as error:
+        raise InvalidValueError(flag, str(path), f"a regular file of UTF-8 text{others} ({error})") from error
+
+
 def _form(name: str, given: Any) -> Any:
     """What `StructuredOutputsParams` takes: the content of a file, of a JSON schema as an object."""
     flag, kind, _ = STRUCTURED[name]
     if kind is not Path:
         return given
-    try:
-        text = read_text(given)
-    except UnreadableFileError as error:
-        raise InvalidValueError(flag, str(given), f"a regular file of UTF-8 text ({error})") from error
+    text = text_of(flag, given)
     if name != "json_schema":
         return text
     allowed = "a file with a JSON schema, which is a JSON object"
@@ -194,21 +200,6 @@ def takes_engine(command: Callable[..., Any], names: Iterable[str] = ENGINE) -> 
     return takes_options(command, "engine_options", {name: ENGINE[name] for name in names}, "Engine", PANELS)
 
 
-def takes_chat_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by the options of sampling, with the defaults of `chat`."""
-    return takes_options(command, "sampling", CHAT_SAMPLING, "Sampling")
-
-
-def takes_task_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with the defaults of a task."""
-    return takes_options(command, "sampling", TASK_SAMPLING, "Sampling")
-
-
-def takes_samples(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for one or several answers per prompt, with `--n` and the options of forms."""
-    return takes_options(command, "sampling", SAMPLES, "Sampling")
-
-
 def takes_options(
     command: Callable[..., Any],
     name: str,
@@ -238,6 +229,13 @@ def takes_options(
         parameters.append(keyword(f"{name}_{field}", annotation))  # depth has a max_tokens too
     give_parameters(with_options, parameters)
     return with_options
+
+
+takes_samples = partial(takes_options, name="sampling", table=SAMPLES, panel="Sampling")
+"""For one or several answers per prompt, with `--n` and the options of forms."""
+
+takes_chat_sampling = partial(takes_options, name="sampling", table=CHAT_SAMPLING, panel="Sampling")
+takes_task_sampling = partial(takes_options, name="sampling", table=TASK_SAMPLING, panel="Sampling")
 
 
 def model_directory(model: str, advice: str = "") -> Path:

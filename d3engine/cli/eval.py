@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from d3engine.cli.commands import (
     new_app,
     note,
     print_json,
+    print_table,
     printing_last,
     write_output,
 )
@@ -97,36 +99,25 @@ def resolve_policies(
     return policies
 
 
+@dataclass
 class Run:
     """One run of the command: what was asked for, and how its results are shown."""
 
-    def __init__(
-        self,
-        model: str,
-        names: list[str],
-        seed: int,
-        limit: int | None,
-        shots: int | None,
-        html: Path | None,
-        as_json: bool,
-        shares_prompts: bool = False,
-        answers: Path | None = None,
-    ) -> None:
-        self._facts: dict[str, Any] = {"model": model, "tasks": names, "seed": seed, "limit": limit}
-        self._shots = shots
-        self._html = html
-        self._as_json = as_json
-        self._shares_prompts = shares_prompts
-        self._answers = answers
-        self._has_printed = False
+    facts: dict[str, Any]
+    depths: Sequence[Depth]
+    sampling: Options
+    compare_full: bool
+    shots: int | None
+    html: Path | None
+    as_json: bool
+    shares_prompts: bool
+    answers: Path | None
+    has_printed: bool = False
 
     def with_benchmarks(
         self,
         engine: Engine,
         benchmarks: Sequence[Benchmark],
-        wanted: Sequence[Depth],
-        sampling: Options,
-        compare_full: bool,
         depth_questions: Callable[[Benchmark], Sequence[Question]] | None,
     ) -> None:
         """Measure every benchmark under every policy, and show each one's results when it is done.
@@ -136,19 +127,19 @@ class Run:
         """
         check_prompts(benchmarks, length_of(engine), engine.max_model_len)
         baselines = depth_questions is not None
-        planned = [_plan(engine, benchmark, wanted, sampling, compare_full, baselines) for benchmark in benchmarks]
-        kept = None if self._answers is None else _kept_answers(self._answers, engine, planned)
+        planned = [self._plan(engine, benchmark, baselines) for benchmark in benchmarks]
+        kept = None if self.answers is None else _kept_answers(self.answers, engine, planned)
         if depth_questions is not None:
-            ask = partial(measure, engine, shares_prompts=self._shares_prompts, kept=kept)
+            ask = partial(measure, engine, shares_prompts=self.shares_prompts, kept=kept)
             planned = [
                 (_with_early_exits(ask, depth_questions(benchmark), policies, params), params)
                 for benchmark, (policies, params) in zip(benchmarks, planned, strict=True)
             ]
         results = []
         for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
-            results.append(_measure(engine, benchmark, policies, params, self._shares_prompts, kept))
+            results.append(_measure(engine, benchmark, policies, params, self.shares_prompts, kept))
             self._print(benchmark_tables(results[-1]))
-        self._facts |= _machine(engine)
+        self.facts |= _machine(engine)
         described = {"benchmarks": [as_dict(result) for result in results]}
         if len(results) > 1:
             self._print([side_by_side(results)])
@@ -158,60 +149,51 @@ class Run:
         """Let lm-evaluation-harness run its tasks under every policy, and show the results."""
         runs = run_tasks(
             engine,
-            self._facts["tasks"],
+            self.facts["tasks"],
             [(policy_in_words(one), one) for one in policies],
-            shots=self._shots,
-            limit=self._facts["limit"],
-            seed=self._facts["seed"],
+            shots=self.shots,
+            limit=self.facts["limit"],
+            seed=self.facts["seed"],
             max_gen_toks=partial(catalogue.harness_length, otherwise=HARNESS_MAX_TOKENS)
             if max_tokens is None
             else max_tokens,
             manager=found,
         )
-        self._facts |= _machine(engine)
+        self.facts |= _machine(engine)
         described = {"harness": [harness_dict(run, runs[0]) for run in runs]}
         self._print(harness_tables(runs))
         self._write(harness_tables(runs), described, harness_charts(runs))
 
     def _print(self, found: Sequence[Table]) -> None:
         """Tables for people, now; nothing where JSON is to come."""
-        from d3engine.cli.terminal import print_table
-
-        if self._as_json:
+        if self.as_json:
             return
         for table in found:
-            typer.echo("", nl=self._has_printed)
-            self._has_printed = True
+            typer.echo("", nl=self.has_printed)
+            self.has_printed = True
             print_table(table.title, table.header, table.rows, table.notes)
 
     def _write(self, found: Sequence[Table], described: dict[str, Any], charts: Sequence[Chart]) -> None:
         """What holds the whole run: the page, and JSON."""
-        with printing_last(lambda: self._print_json(described)):
-            if self._html is not None:
+
+        def report() -> None:
+            if self.as_json:
+                print_json({**self.facts, **described})
+
+        with printing_last(report):
+            if self.html is not None:
                 from d3engine.research.evaluation.report import page
 
-                facts = {name: _readable(value) for name, value in self._facts.items() if value is not None}
-                write_output("--html", self._html, page("d3engine eval", facts, charts, found))
+                facts = {name: _readable(value) for name, value in self.facts.items() if value is not None}
+                write_output("--html", self.html, page("d3engine eval", facts, charts, found))
 
-    def _print_json(self, described: dict[str, Any]) -> None:
-        if self._as_json:
-            print_json({**self._facts, **described})
-
-
-def _plan(
-    engine: Engine,
-    benchmark: Benchmark,
-    wanted: Sequence[Depth],
-    sampling: Options,
-    compare_full: bool,
-    baselines: bool,
-) -> tuple[list[DepthPolicy], SamplingParams]:
-    """The policies of a benchmark, and how its answers are sampled."""
-    stop = [*sampling.get("stop", ()), *benchmark.stop]
-    options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **sampling, "stop": stop or None}
-    params = sampling_params(engine, options)
-    assert params.max_tokens is not None  # every benchmark has a number, and so has --max-tokens
-    return resolve_policies(engine, wanted, compare_full, baselines, params.max_tokens), params
+    def _plan(self, engine: Engine, benchmark: Benchmark, baselines: bool) -> tuple[list[DepthPolicy], SamplingParams]:
+        """The policies of a benchmark, and how its answers are sampled."""
+        stop = [*self.sampling.get("stop", ()), *benchmark.stop]
+        options = {"max_tokens": benchmark.max_tokens, "temperature": 0.0, **self.sampling, "stop": stop or None}
+        params = sampling_params(engine, options)
+        assert params.max_tokens is not None  # every benchmark has a number, and so has --max-tokens
+        return resolve_policies(engine, self.depths, self.compare_full, baselines, params.max_tokens), params
 
 
 def _kept_answers(
@@ -282,12 +264,8 @@ def _readable(value: Any) -> str:
 app = new_app()
 
 
-class SplitName(StrEnum):
-    """The parts of a task; they share no question."""
-
-    train = "train"
-    validation = "validation"
-    test = "test"
+SplitName = StrEnum("SplitName", ["train", "validation", "test"])
+"""The parts of a task; they share no question."""
 
 
 @app.command("eval")
@@ -381,7 +359,8 @@ def evaluate(
     require(sets_exits, "--exit-questions", exit_questions, "given with --baselines, and no task of the harness")
     if baselines:
         measures_depths()
-    run = Run(model, names, seed, limit, num_fewshot, html, as_json, share_prompts, answers)
+    facts = {"model": model, "tasks": names, "seed": seed, "limit": limit}
+    run = Run(facts, depths, sampling, compare_full, num_fewshot, html, as_json, share_prompts, answers)
     if is_harness:
         require(not chat, "--chat", NOTHING, "given with functions, or with gsm8k or bbh of --data")
         require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
@@ -405,4 +384,4 @@ def evaluate(
     engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
     more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
     depth_questions = partial(catalogue.depth_questions, folder=data, chat=chat, **more) if baselines else None
-    run.with_benchmarks(engine, benchmarks, depths, sampling, compare_full, depth_questions)
+    run.with_benchmarks(engine, benchmarks, depth_questions)

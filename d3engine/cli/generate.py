@@ -25,11 +25,11 @@ from d3engine.cli.engine_options import (
     sampling_params,
     takes_engine,
     takes_samples,
+    text_of,
     with_adapter,
 )
 from d3engine.cli.streams import given_text, is_unicode
-from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
-from d3engine.utils.files import UnreadableFileError, read_text
+from d3engine.errors import NOTHING, ModelFormatError, require
 
 if TYPE_CHECKING:
     from d3engine.cli.answers import Answer
@@ -115,7 +115,10 @@ def generate(
     require(problem_seed is None, "--problem-seed", problem_seed, "absent where there is a prompt")
     if chat:
         require(not raw_prompt, "--raw-prompt", NOTHING, "given without --chat")
-        _require_template(model)
+        from d3engine.text.chat_template import load_chat_template
+
+        has_template = load_chat_template(model_directory(model)) is not None
+        require(has_template, "--chat", NOTHING, "absent, since the model has no chat template")
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)
     if not raw_prompt and not chat:
@@ -134,19 +137,8 @@ def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]
     for text in texts:
         require(is_unicode(text), "PROMPT", text, "UTF-8 text")
     if prompt_file is not None:
-        try:
-            texts.append(read_text(prompt_file).removesuffix("\n"))
-        except UnreadableFileError as error:
-            allowed = f'a regular file of UTF-8 text, or the prompt "-" for stdin ({error})'
-            raise InvalidValueError("--prompt-file", str(prompt_file), allowed) from error
+        texts.append(text_of("--prompt-file", prompt_file, ', or the prompt "-" for stdin').removesuffix("\n"))
     return texts
-
-
-def _require_template(model: str) -> None:
-    from d3engine.text.chat_template import load_chat_template
-
-    if load_chat_template(model_directory(model)) is None:
-        raise InvalidValueError("--chat", NOTHING, "absent, since the model has no chat template")
 
 
 def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:

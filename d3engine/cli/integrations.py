@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,18 +35,9 @@ PLAIN_ENGINE = {name: option for name, option in ENGINE.items() if name not in (
 """The engine's arguments that a file can hold."""
 
 
-@app.callback()
-def _integrations() -> None:
-    """Write what other serving stacks need to run the engine."""
-
-
-def _takes_plain_engine(command: typer.models.CommandFunctionType) -> typer.models.CommandFunctionType:
-    return takes_options(command, "engine_options", PLAIN_ENGINE, "Engine")  # type: ignore[return-value]  # the same
-
-
 @app.command("triton-repository")
 @takes_depth
-@_takes_plain_engine
+@partial(takes_options, name="engine_options", table=PLAIN_ENGINE, panel="Engine")
 def triton_repository(
     engine_options: Options,
     depth: Depth,

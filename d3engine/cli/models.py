@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json, takes_verbosity
+from d3engine.cli.commands import AsJson, new_app, print_json, print_table, takes_verbosity
 from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, InvalidValueError, require
 
@@ -42,7 +42,7 @@ def models(context: typer.Context, as_json: AsJson = False) -> None:
 
 def _print(found: list[StoredModel]) -> None:
     """A table; on a terminal that is too narrow for the paths, without them."""
-    from d3engine.cli.terminal import new_console, print_table
+    from d3engine.cli.terminal import new_console
 
     header = ("name", "kind", "size", "from", "path")
     rows = [(one.name, one.kind, _size(one.num_bytes), one.source, str(one.path)) for one in found]
@@ -54,13 +54,8 @@ def _print(found: list[StoredModel]) -> None:
 
 
 def _as_dict(model: StoredModel) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "source": model.source,
-        "kind": model.kind,
-        "bytes": model.num_bytes,
-        "path": str(model.path),
-    }
+    about: dict[str, object] = {"name": model.name, "source": model.source, "kind": model.kind}
+    return {**about, "bytes": model.num_bytes, "path": str(model.path)}
 
 
 def _size(num_bytes: int) -> str:
@@ -83,9 +78,11 @@ def remove(
         raise InvalidValueError("NAME", name, f"one of {known}" if found else "a model that was fetched: there is none")
     require(yes or _asks(), "--yes", NOTHING, "given where no terminal can be asked")
     num_bytes = sum(model.num_bytes for model in chosen)
-    if not yes and not _agrees(f"Remove {chosen[0].name}, {num_bytes:,} bytes? [y/N] "):
-        typer.echo(f"{chosen[0].name} is kept")
-        return
+    if not yes:
+        typer.echo(f"Remove {chosen[0].name}, {num_bytes:,} bytes? [y/N] ", err=True, nl=False)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            typer.echo(f"{chosen[0].name} is kept")
+            return
     for model in chosen:
         model.remove()
     typer.echo(f"removed {chosen[0].name}: {num_bytes:,} bytes are free")
@@ -93,8 +90,3 @@ def remove(
 
 def _asks() -> bool:
     return sys.stdin.isatty()
-
-
-def _agrees(question: str) -> bool:
-    typer.echo(question, err=True, nl=False)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

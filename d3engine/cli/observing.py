@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from d3engine.cli.commands import check_plot, measures_depths, printing_last, show_report
-from d3engine.cli.depth_options import AUTO, Depth
-from d3engine.cli.engine_options import Options, engine_arguments, model_directory, takes_options
+from d3engine.cli.commands import App, AsJson, check_plot, measures_depths, printing_last, show_report
+from d3engine.cli.depth_options import AUTO, Depth, takes_depth
+from d3engine.cli.engine_options import Model, Options, engine_arguments, model_directory, takes_engine, takes_options
+from d3engine.cli.signatures import give_parameters, keyword
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import NOTHING, require, require_integer
 from d3engine.utils.arguments import OptionTable
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from d3engine.research.analysis.answers import Answered
     from d3engine.research.analysis.copying import Outcome
     from d3engine.research.analysis.observer import Observer
-    from d3engine.research.analysis.report import Analysis
+    from d3engine.research.analysis.report import Table
     from d3engine.research.evaluation.benchmark import Question
     from d3engine.research.evaluation.kept import Prompt
     from d3engine.text.tokenizer import Tokenizer
@@ -91,9 +94,7 @@ class Observed:
         return partial(_exact_match, self), "exact match"
 
 
-def takes_questions(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `asking` of a typer command by the options of what is asked."""
-    return takes_options(command, "asking", ASKING, "What is asked")
+takes_questions = partial(takes_options, name="asking", table=ASKING, panel="What is asked")
 
 
 def observe(
@@ -179,55 +180,99 @@ def _agreement(seen: Observed, policy: DepthPolicy) -> Outcome:
     return Outcome(len(found), right, sum(one.cut_off for one in found))
 
 
-def grid_of(
-    model: str, layers: Sequence[int] | None, steps: Sequence[int] | None, flag: str, spare: int = 0
-) -> tuple[list[int], list[int]]:
-    """The numbers of layers and the steps of a grid, in order; of all layers `spare` must be left."""
-    from d3engine.model.config import ModelConfig
+@dataclass(frozen=True)
+class AnalysisOptions:
+    """What a subcommand was given: the model, what it is asked, and where its result goes."""
 
-    total = ModelConfig.from_directory(model_directory(model)).num_layers
-    counts = sorted(set(layers or [1, max(total // 8, 1), max(total // 4, 1), max(total // 2, 1)]))
-    chosen = sorted(set(steps or [1, 2, 4, 8, 16, 32]))
-    for count in counts:
-        require_integer("--layers", count, 1, total - spare)
-    for step in chosen:
-        require_integer(flag, step, 1)
-    return counts, chosen
+    model: str
+    engine_options: Options
+    asking: Options
+    limit: int
+    png: Path | None
+    as_json: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model, whose weights are not loaded for it."""
+        from d3engine.model.config import ModelConfig
+
+        return ModelConfig.from_directory(model_directory(self.model)).num_layers
+
+    def observe(self, *, judges: bool = False) -> Observed:
+        """As `observe`."""
+        return observe(self.model, self.engine_options, self.asking, self.limit, self.png, judges=judges)
+
+    def grid(
+        self, layers: Sequence[int] | None, steps: Sequence[int] | None, flag: str, spare: int = 0
+    ) -> tuple[list[int], list[int]]:
+        """The numbers of layers and the steps of a grid, in order; of all layers `spare` must be left."""
+        total = self.num_layers
+        counts = sorted(set(layers or [1, max(total // 8, 1), max(total // 4, 1), max(total // 2, 1)]))
+        chosen = sorted(set(steps or [1, 2, 4, 8, 16, 32]))
+        for count in counts:
+            require_integer("--layers", count, 1, total - spare)
+        for step in chosen:
+            require_integer(flag, step, 1)
+        return counts, chosen
+
+    def policy_or_own(self, depth: Depth) -> DepthPolicy:
+        """The policy of --depth; without it the model's own, where that is not full depth."""
+        from d3engine.engine.depth import resolve_depth
+
+        if depth != AUTO:
+            return depth
+        own = resolve_depth(AUTO, model_directory(self.model))
+        allowed = f"given, since {self.model} has no d3.json with a policy"
+        require(not isinstance(own, FullDepth), "--depth", NOTHING, allowed)
+        return own
+
+    def present(
+        self,
+        result: Any,
+        plot: Callable[[Any, Path, str], None] | None = None,
+        words: str | None = None,
+        tables: Callable[[], Iterable[Table]] | None = None,
+    ) -> None:
+        """Print a result and draw it to --png, if that is given; the picture says `words`, or what its table does."""
+        shown = tables or (lambda: [result.table()])
+        with printing_last(partial(show_report, result.as_dict, shown, self.as_json, apart=True)):
+            if self.png and plot is not None:
+                title = result.table().title if words is None else words
+                plot(result, self.png, f"{Path(self.model).name}: {title[0].lower()}{title[1:]}")
 
 
-def policy_or_own(model: str, depth: Depth) -> DepthPolicy:
-    """The policy of --depth; without it the model's own, where that is not full depth."""
-    from d3engine.engine.depth import resolve_depth
+def analysis(app: App, limit: int, *, draws: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of `app` of a function that gets `AnalysisOptions`, and the options that it declares itself.
 
-    if depth != AUTO:
-        return depth
-    own = resolve_depth(AUTO, model_directory(model))
-    require(not isinstance(own, FullDepth), "--depth", NOTHING, f"given, since {model} has no d3.json with a policy")
-    return own
+    Without `draws` the command has no --png.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        @functools.wraps(command)
+        def with_options(
+            model: str,
+            limit: int,
+            as_json: bool,
+            engine_options: Options,
+            asking: Options,
+            png: Any = None,
+            **more: Any,
+        ) -> None:
+            command(AnalysisOptions(model, engine_options, asking, limit, png, as_json), **more)
+
+        before = [keyword("model", Model, "demo"), keyword("limit", Limit, limit)]
+        after = [*([keyword("png", Png)] if draws else []), keyword("as_json", AsJson, False)]
+        give_parameters(with_options, [*before, *(one.replace(kind=one.KEYWORD_ONLY) for one in own), *after])
+        taking = takes_engine(with_options)
+        if any(one.name == "depth" for one in own):
+            taking = takes_depth(taking)
+        return app.command()(takes_questions(taking))
+
+    return decorate
 
 
 def with_bar(answered: Sequence[Answered], name: str) -> Any:
     """The answers under a progress bar on a terminal."""
     return progress_bar(name, "answer", None, iterable=answered)
-
-
-def show_result(result: Analysis, as_json: bool) -> None:
-    """Print a result as JSON, or as a table."""
-    show_report(result.as_dict, lambda: (result.table(),), as_json)
-
-
-def present(
-    result: Any,
-    as_json: bool,
-    model: str,
-    png: Path | None,
-    plot: Callable[[Any, Path, str], None],
-    words: str | None = None,
-    *,
-    show: Callable[[Any, bool], None] = show_result,
-) -> None:
-    """Print a result and draw it to `png`, where that is given; the picture says `words`, or what its table does."""
-    with printing_last(partial(show, result, as_json)):
-        if png:
-            title = result.table().title if words is None else words
-            plot(result, png, f"{Path(model).name}: {title[0].lower()}{title[1:]}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.commands import AsJson, new_app, print_json, print_tables
 from d3engine.cli.streams import wrapped
 from d3engine.errors import NOTHING, require
 from d3engine.research.analysis.report import Table
@@ -80,19 +81,8 @@ def as_dict(found: PaperReport) -> dict[str, Any]:
 
 
 def _show(found: PaperReport, setup: list[Table], notes: list[str]) -> None:
-    from d3engine.cli.terminal import print_table
-
-    for table in (
-        *setup,
-        _mean_layers(found),
-        _flops_ratios(found),
-        _wall_clock(found),
-        _averages(found),
-        _gains(found),
-        _grid(found),
-    ):
-        print_table(table.title, table.header, table.rows, table.notes)
-        typer.echo()
+    print_tables((*setup, *_tables(found)), apart=True)
+    typer.echo()
     weights = "With the weights of Llama-2 and the data sets in a folder DATA (DATA/gsm8k, DATA/bbh):"
     typer.echo(wrapped("\n".join(("Also:", *notes, "", weights)), sys.stdout))
     typer.echo("13B takes start 0.5 on BBH and 0.7 on GSM8K.")
@@ -101,121 +91,66 @@ def _show(found: PaperReport, setup: list[Table], notes: list[str]) -> None:
         typer.echo(reproduction.command)
 
 
-def _mean_layers(found: PaperReport) -> Table:
-    return Table(
+def _tables(found: PaperReport) -> Iterator[Table]:
+    """Our figures beside the paper's."""
+    agreeing = sum(average.agrees for average in found.averages)
+    yield _table(
         "Table 6, mean layers of D3 over the maximum length",
-        ("benchmark", "Llama-2", "setting", "paper", "ours", "difference"),
-        [
-            (c.benchmark, c.size, c.setting, f"{c.papers:.2f}", f"{c.ours:.6f}", f"{c.difference:+.4f}")
-            for c in found.mean_layers
-        ],
-        (
-            _agreement(found.mean_layers),
-            "The paper names no start for 70B on GSM8K; with any up to 0.9 the mean is the same.",
-        ),
+        "benchmark | Llama-2 | setting | paper | ours | difference",
+        "{0.benchmark} | {0.size} | {0.setting} | {0.papers:.2f} | {0.ours:.6f} | {0.difference:+.4f}",
+        found.mean_layers,
+        _agreement(found.mean_layers),
+        "The paper names no start for 70B on GSM8K; with any up to 0.9 the mean is the same.",
     )
-
-
-def _flops_ratios(found: PaperReport) -> Table:
-    return Table(
+    yield _table(
         "Table 6, FLOPs ratio with the LM head",
-        ("benchmark", "Llama-2", "method", "paper", "ours", "difference"),
-        [
-            (
-                c.benchmark,
-                c.size,
-                c.setting.removeprefix("Ours: "),
-                f"{c.papers:.2f}x",
-                f"{c.ours:.3f}x",
-                f"{c.difference:+.3f}",
-            )
-            for c in found.flops_ratios
-        ],
-        (_agreement(found.flops_ratios), "D3 from our schedules, the other methods from their printed mean layers."),
+        "benchmark | Llama-2 | method | paper | ours | difference",
+        "{0.benchmark} | {0.size} | {0.setting} | {0.papers:.2f}x | {0.ours:.3f}x | {0.difference:+.3f}",
+        [replace(one, setting=one.setting.removeprefix("Ours: ")) for one in found.flops_ratios],
+        _agreement(found.flops_ratios),
+        "D3 from our schedules, the other methods from their printed mean layers.",
     )
-
-
-def _wall_clock(found: PaperReport) -> Table:
-    return Table(
+    yield _table(
         "Table 7, wall clock of GSM8K, beside the most that the skipped layers allow",
-        ("Llama-2", "full depth", "D3", "printed", "their ratio", "layer bound"),
-        [
-            (
-                w.size,
-                f"{w.full_depth:.0f}",
-                f"{w.d3:.0f}",
-                f"{w.printed_speedup:.2f}x",
-                f"{w.speedup:.3f}x",
-                f"{w.layer_bound:.3f}x",
-            )
-            for w in found.wall_clock
-        ],
-        (
-            "The bound counts the weights moved if every answer had all 1024 tokens; shorter ones skip less.",
-            "The printed speed-ups are above it, so they are not of the skipped layers alone.",
-        ),
+        "Llama-2 | full depth | D3 | printed | their ratio | layer bound",
+        "{0.size} | {0.full_depth:.0f} | {0.d3:.0f} | {0.printed_speedup:.2f}x | {0.speedup:.3f}x | "
+        "{0.layer_bound:.3f}x",
+        found.wall_clock,
+        "The bound counts the weights moved if every answer had all 1024 tokens; shorter ones skip less.",
+        "The printed speed-ups are above it, so they are not of the skipped layers alone.",
     )
-
-
-def _averages(found: PaperReport) -> Table:
-    agreeing = sum(a.agrees for a in found.averages)
-    return Table(
+    yield _table(
         "Table 8, average of the 27 tasks of BBH",
-        ("Llama-2", "depth", "paper", "weighted by items", "unweighted"),
-        [
-            (
-                a.size,
-                "D3" if a.method == "d3" else "full",
-                f"{a.papers:.2f}",
-                f"{a.by_items:.3f}",
-                f"{a.unweighted:.3f}",
-            )
-            for a in found.averages
-        ],
-        (
-            f"The paper's average is the one weighted by items: {agreeing} of {len(found.averages)} agree as printed.",
-            *(
-                f"Misprint: {m.task}, {m.size}: {m.full:.2f} to {m.d3:.2f} is printed as a change of "
-                f"{m.printed_change:g}."
-                for m in found.misprints
-            ),
+        "Llama-2 | depth | paper | weighted by items | unweighted",
+        "{0.size} | {0.method} | {0.papers:.2f} | {0.by_items:.3f} | {0.unweighted:.3f}",
+        [replace(one, method="D3" if one.method == "d3" else "full") for one in found.averages],
+        f"The paper's average is the one weighted by items: {agreeing} of {len(found.averages)} agree as printed.",
+        *(
+            f"Misprint: {m.task}, {m.size}: {m.full:.2f} to {m.d3:.2f} is printed as a change of {m.printed_change:g}."
+            for m in found.misprints
         ),
     )
-
-
-def _gains(found: PaperReport) -> Table:
-    return Table(
+    yield _table(
         "Table 6, exact match of D3 minus full depth",
-        ("benchmark", "Llama-2", "points", "standard error", "in standard errors"),
-        [
-            (g.benchmark, g.size, f"{g.points:+.2f}", f"{g.standard_error:.2f}", f"{g.in_standard_errors:+.2f}")
-            for g in found.gains
-        ],
-        ("The standard error is of two separate samples: the paper prints no answers, so they cannot be paired.",),
+        "benchmark | Llama-2 | points | standard error | in standard errors",
+        "{0.benchmark} | {0.size} | {0.points:+.2f} | {0.standard_error:.2f} | {0.in_standard_errors:+.2f}",
+        found.gains,
+        "The standard error is of two separate samples: the paper prints no answers, so they cannot be paired.",
     )
-
-
-def _grid(found: PaperReport) -> Table:
-    return Table(
+    yield _table(
         "Table 9, the setting whose test score Table 6 reports for GSM8K",
-        ("Llama-2", "alpha", "start", "validation", "test", "best on validation", "its start"),
-        [
-            (
-                g.size,
-                f"{g.alpha}",
-                f"{g.start}",
-                f"{g.validation:.2f}",
-                f"{g.test:.2f}",
-                f"{g.best_validation:.2f}",
-                f"{g.best_start}",
-            )
-            for g in found.grid
-        ],
-        (
-            "Each size has its own setting, and 7B's is not the one that its validation split would choose,",
-            "but the two are far closer there (11.63 and 11.36) than their standard errors.",
-        ),
+        "Llama-2 | alpha | start | validation | test | best on validation | its start",
+        "{0.size} | {0.alpha} | {0.start} | {0.validation:.2f} | {0.test:.2f} | {0.best_validation:.2f} | "
+        "{0.best_start}",
+        found.grid,
+        "Each size has its own setting, and 7B's is not the one that its validation split would choose,",
+        "but the two are far closer there (11.63 and 11.36) than their standard errors.",
     )
+
+
+def _table(title: str, header: str, row: str, entries: Sequence[Any], *notes: str) -> Table:
+    """A row for each entry, as the format `row` has its fields; columns stand between bars."""
+    return Table(title, header.split(" | "), [row.format(one).split(" | ") for one in entries], notes)
 
 
 def _agreement(compared: list[Compared]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, note, print_json
+from d3engine.cli.commands import AsJson, new_app, note, print_json, print_table
 from d3engine.cli.depth_options import AUTO, Depth, takes_depth
 from d3engine.cli.engine_options import model_directory
 from d3engine.depth import DepthPolicy, FullDepth
@@ -117,8 +117,6 @@ def plan(
     if as_json:
         print_json([asdict(found) | {"fits": found.fits, "depth": policy.describe()} for found in fits])
         return
-    from d3engine.cli.terminal import print_table
-
     cache = "" if demand.kv_cache_dtype == DTYPE else ", an 8-bit cache"
     title = f"{model} on {gpus}: {context} tokens a sequence, {max_num_seqs} at once, {policy_in_words(policy)}{cache}"
     header = ("weights", "a device", "left for KV", "fits", "sequences", "of mixed ages")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from html import escape
-from itertools import groupby
 
-from d3engine.cli.terminal import DepthColours, Writer, new_console, safe_text
+from d3engine.cli.terminal import DepthColours, Writer, layers_by_token, new_console, safe_text
 from d3engine.research.analysis.sample import Guess, Sample, SampleAnswer, SampleToken
 from d3engine.research.plots import depth_colours
 
@@ -27,9 +26,7 @@ def show_sample(result: Sample) -> None:
             writer.write(token.text if place else token.text.lstrip(" "), colours.style(token.depth))
         writer.end_line()
         if not colours.enabled:
-            runs = [(depth, len(list(group))) for depth, group in groupby(token.depth for token in one.tokens)]
-            words = ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
-            writer.write_words(f"Layers run by each token: {words}.")
+            writer.write_words(layers_by_token(token.depth for token in one.tokens))
         text.end_line()
     colours.legend(result.num_layers)
 

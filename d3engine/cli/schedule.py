@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_json
+from d3engine.cli.commands import AsJson, check_plot, new_app, print_json, print_table
 from d3engine.cli.depth_options import AUTO, Depth, policies_help, takes_depth
 from d3engine.cli.engine_options import MODEL, model_directory
 from d3engine.depth import NEVER, DepthPolicy, Schedule
@@ -36,17 +36,8 @@ SHAPE_FLAGS = {
 }
 
 
-class Dtype(StrEnum):
-    """What a KV entry is made of."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one value."""
-        return 4 if self is Dtype.float32 else 2
+Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
+"""What a KV entry is made of."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,8 @@ class Report:
     @property
     def kv_bytes_per_entry(self) -> int | None:
         """Key and value of one token at one layer."""
-        return None if self.shape is None else 2 * self.shape.kv_size * self.dtype.bytes
+        size = 4 if self.dtype is Dtype.float32 else 2
+        return None if self.shape is None else 2 * self.shape.kv_size * size
 
     @property
     def kv(self) -> KVSaved:
@@ -129,10 +121,10 @@ def schedule(
     require(known, "--depth", policy.name, "a policy of fixed depths (under this one each token decides as it runs)")
     kv_dtype = dtype or Dtype(model_dtype or "bfloat16")
     report = Report(policy, policy.schedule(num_layers), steps, prompt_tokens, kv_dtype, shape)
+    check_plot("--plot", plot)
     if plot:
-        from d3engine.research.plots import check_picture, plot_schedule
+        from d3engine.research.plots import plot_schedule
 
-        check_picture("--plot", plot)
         plot_schedule(report.schedule, steps, plot, title=_title(report))
     if as_json:
         print_json(as_dict(report))
@@ -298,8 +290,6 @@ def _worth_rows(report: Report) -> list[tuple[str, str]]:
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table; an empty line above it sets it apart where it is plain text."""
-    from d3engine.cli.terminal import print_table
-
     if not sys.stdout.isatty():
         typer.echo()
     print_table(title, header, rows)

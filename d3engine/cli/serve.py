@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
     from d3engine.engine.stats import EngineStats
     from d3engine.server.models import FurtherModel, FurtherModels
-    from d3engine.server.running import GuardedServer
     from d3engine.server.settings import ServerSettings
     from d3engine.server.state import AppState
 
@@ -195,7 +194,11 @@ def _run(
         finally:
             if (tracer := served.state.served.tracer) is not None:
                 tracer.close()
-    return _tell_end(server)
+    if server.num_cut:
+        note(f"ended; {server.num_cut} answers were cut off")
+        return ExitCode.FAILED
+    note("ended; every answer was complete")
+    return ExitCode.DONE
 
 
 def _introduce(
@@ -231,11 +234,3 @@ def _introduce(
     for name, said in lines.items():
         note(f"  {name:<9}{said}")
     note("Ctrl-C ends it when the answers in progress are complete.")
-
-
-def _tell_end(server: GuardedServer) -> ExitCode:
-    if server.num_cut:
-        note(f"ended; {server.num_cut} answers were cut off")
-        return ExitCode.FAILED
-    note("ended; every answer was complete")
-    return ExitCode.DONE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from d3engine.cli.depth_options import AUTO, parse_depth
-from d3engine.cli.engine_options import Options, takes_options
+from d3engine.cli.engine_options import Options, takes_options, text_of
 from d3engine.cli.signatures import naming_flags
 from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, MissingExtraError, require
@@ -15,7 +16,6 @@ from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.settings import ServerSettings
 from d3engine.utils.arguments import OptionTable
 from d3engine.utils.environment import API_KEY
-from d3engine.utils.files import UnreadableFileError, read_text
 
 WHO: OptionTable = {
     "host": ("--host", str, "Address to listen on [default: 127.0.0.1, this machine alone]."),
@@ -29,24 +29,12 @@ WHO: OptionTable = {
     "metrics_keys": ("--metrics-key", list[str], "API key for /metrics alone; repeatable."),
     "allow_no_key": ("--allow-no-key", bool, "Serve without an API key on an address that others reach."),
     "allowed_hosts": ("--allowed-hosts", list[str], "Additional Host name that the server accepts; repeatable."),
-    "allowed_origins": (
-        "--allowed-origins",
-        list[str],
-        "Web origin allowed to call; repeatable [default: none].",
-    ),
+    "allowed_origins": ("--allowed-origins", list[str], "Web origin allowed to call; repeatable [default: none]."),
 }
 WHAT: OptionTable = {
     "model_names": ("--served-model-name", list[str], "Id of the model in requests; repeatable [default: its name]."),
-    "depth_aliases": (
-        "--depth-alias",
-        list[str],
-        'Additional id with a depth: ID=full, "ID=d3 alpha=A start=S".',
-    ),
-    "allow_depth": (
-        "--allow-depth",
-        list[str],
-        "Policy that requests may choose; repeatable [default: d3, full].",
-    ),
+    "depth_aliases": ("--depth-alias", list[str], 'Additional id with a depth: ID=full, "ID=d3 alpha=A start=S".'),
+    "allow_depth": ("--allow-depth", list[str], "Policy that requests may choose; repeatable [default: d3, full]."),
     "lock_depth": ("--lock-depth", bool, "Refuse requests that choose a depth."),
     "max_depth_policies": ("--max-depth-policies", int, "Maximum distinct depth policies in flight [default: 16]."),
     "max_prompts": ("--max-prompts", int, "Maximum prompts of a request [default: 256]."),
@@ -55,11 +43,7 @@ WHAT: OptionTable = {
     "allow_lora_loading": ("--allow-lora-loading", bool, "Let requests load LoRA adapters by path."),
     "enable_sleep_mode": ("--enable-sleep-mode", bool, "Serve /sleep and /wake_up; --model-ttl holds for all models."),
     "trust_request_chat_template": ("--trust-request-chat-template", bool, "Take chat templates from requests."),
-    "tool_call_parser": (
-        "--tool-call-parser",
-        str,
-        "Format of tool calls, in vLLM's names [default: the template's].",
-    ),
+    "tool_call_parser": ("--tool-call-parser", str, "Format of tool calls, in vLLM's names [default: the template's]."),
     "reasoning_parser": ("--reasoning-parser", str, "Format of reasoning, in vLLM's names [default: the template's]."),
     "otlp_traces_endpoint": (
         "--otlp-traces-endpoint",
@@ -73,16 +57,8 @@ WHAT: OptionTable = {
     ),
 }
 BODIES = (
-    "model_names",
-    "depth_aliases",
-    "allow_depth",
-    "lock_depth",
-    "max_prompts",
-    "max_logprobs",
-    "allow_priority",
-    "trust_request_chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
+    *("model_names", "depth_aliases", "allow_depth", "lock_depth", "max_prompts", "max_logprobs", "allow_priority"),
+    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
 )
 """Of these, what is about the bodies of requests, be there a server or not."""
 LIMITS: OptionTable = {
@@ -144,16 +120,9 @@ def takes_server(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def takes_bodies(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `what` of a typer command by the options that say what bodies of requests may ask for."""
-    table = {name: WHAT[name] for name in BODIES}
-    return takes_options(command, "what", table, TABLES["what"][0])
-
-
-def takes_ids(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `what` of a typer command by the options that give the model its ids."""
-    table = {name: WHAT[name] for name in ("model_names", "depth_aliases")}
-    return takes_options(command, "what", table, TABLES["what"][0])
+_takes_what = partial(takes_options, name="what", panel=TABLES["what"][0])
+takes_bodies = partial(_takes_what, table={name: WHAT[name] for name in BODIES})
+takes_ids = partial(_takes_what, table={name: WHAT[name] for name in ("model_names", "depth_aliases")})
 
 
 def require_server_packages(command: str) -> None:
@@ -169,7 +138,8 @@ def server_settings(model: str, who: Options, what: Options, limits: Options) ->
     """The settings that the options come to; raises `InvalidValueError` for what is not allowed."""
     who, limits = dict(who), dict(limits)
     timeouts = _timeouts(limits.pop("timeouts", ()))
-    keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None)), *_keys_of_environment()]
+    keys = [*who.pop("api_keys", ()), *_keys_of_file(who.pop("api_key_file", None))]
+    keys += [key.strip() for key in API_KEY.read().split(",") if key.strip()]
     with naming_flags({field: f"{name} of --timeout" for name, field in TIMEOUTS.items()}):
         guards = GuardSettings(api_keys=tuple(keys), **_frozen(who), **limits, **timeouts)
     return ServerSettings(guards=guards, **served_as(model, what))
@@ -207,16 +177,9 @@ def own_name(model: str) -> str:
 def _keys_of_file(file: Path | None) -> list[str]:
     if file is None:
         return []
-    try:
-        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    except UnreadableFileError as error:
-        raise InvalidValueError("--api-key-file", str(file), f"a regular file of UTF-8 text ({error})") from error
+    keys = [line.strip() for line in text_of("--api-key-file", file).splitlines() if line.strip()]
     require(len(keys) > 0, "--api-key-file", str(file), "a file with a key in it")
     return keys
-
-
-def _keys_of_environment() -> list[str]:
-    return [key.strip() for key in API_KEY.read().split(",") if key.strip()]
 
 
 def _alias(given: str) -> tuple[str, DepthPolicy]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, tell_verdict
+from d3engine.cli.commands import AsJson, new_app, print_table, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import integer_in, require, require_integer, require_number
@@ -103,8 +103,6 @@ def _name(candidate: Candidate) -> tuple[str, str]:
 
 
 def _print(found: TuneReport) -> None:
-    from d3engine.cli.terminal import print_table
-
     header = ("drafter", "length", "tokens/verification", "accepted", "by position", "tokens/s", "gain", "equal")
     rows = [_row(found, one) for one in (found.before, *found.candidates, found.after)]
     best = found.best

@@ -15,13 +15,10 @@ def prepare_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller: its number must not go to the next file opened
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
-    _reconfigure(sys.stdin, **({"encoding": "utf-8"} if _is_ascii(sys.stdin) else {}), errors="surrogateescape")
+    is_ascii = str(sys.stdin.encoding).lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
+    _reconfigure(sys.stdin, **({"encoding": "utf-8"} if is_ascii else {}), errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         _reconfigure(stream, errors="backslashreplace")
-
-
-def _is_ascii(stream: Any) -> bool:
-    return str(stream.encoding).lower() in ("ascii", "us-ascii", "ansi_x3.4-1968")
 
 
 def _reconfigure(stream: Any, **settings: str) -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import typer
 from rich.cells import cell_len
@@ -16,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from d3engine.cli.streams import wrapped
-from d3engine.depth import DepthPolicy
 from d3engine.research.plots import depth_position, letters_on, ramp
 
 DECEPTIVE = frozenset("\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -41,13 +41,15 @@ class DepthColours:
     def __init__(self, depths: Iterable[int], console: Console, *, wanted: bool = True) -> None:
         self._depths = sorted(set(depths), reverse=True)
         self._console = console
-        self.enabled = wanted and has_colours(console)
+        has_colours = console.is_terminal and console.color_system is not None and not console.no_color
+        self.enabled = wanted and has_colours
 
     def style(self, depth: int) -> Style | None:
         """The colour of a token that ran `depth` layers; None without colours."""
         if not self.enabled:
             return None
-        return _style(depth_position(depth, self._depths))
+        parts = ramp(depth_position(depth, self._depths))
+        return Style(bgcolor=Color.from_rgb(*parts), color=Color.parse(letters_on(*parts)))
 
     def legend(self, num_layers: int) -> None:
         """One line: which colour is which depth."""
@@ -58,17 +60,6 @@ class DepthColours:
         for depth in _spread(self._depths, room):
             self._console.out(f" {depth} ", style=self.style(depth), end="", highlight=False)
         self._console.out(f" of {num_layers}", highlight=False)
-
-
-def has_colours(console: Console) -> bool:
-    """Whether colour reaches a reader: a terminal that has it, and no NO_COLOR."""
-    return console.is_terminal and console.color_system is not None and not console.no_color
-
-
-def _style(position: float) -> Style:
-    """The ramp at `position` in [0, 1], with letters that can be read on it."""
-    parts = ramp(position)
-    return Style(bgcolor=Color.from_rgb(*parts), color=Color.parse(letters_on(*parts)))
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:
@@ -168,13 +159,11 @@ def new_console() -> Console:
     return Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
-def possible_depths(policy: DepthPolicy, num_layers: int, num_steps: int) -> list[int]:
-    """All depths that a token of an answer of `num_steps` tokens can have."""
-    rule = policy.exit_rule(num_layers)
-    if rule is not None:
-        return rule.depths(num_layers)
-    schedule = policy.schedule(num_layers)
-    return [schedule.depth_at(first) for first, _ in schedule.runs(num_steps)]
+def layers_by_token(depths: Iterable[int]) -> str:
+    """A sentence with runs of equal depths: "16, 14, 12, 9 x 27"."""
+    runs = [(depth, len(list(group))) for depth, group in groupby(depths)]
+    words = ", ".join(f"{depth} x {count}" if count > 1 else f"{depth}" for depth, count in runs)
+    return f"Layers run by each token: {words}."
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:

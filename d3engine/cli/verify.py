@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import new_app, tell_verdict
+from d3engine.cli.commands import new_app, print_table, tell_verdict
 from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
 from d3engine.errors import require_integer
 from d3engine.utils.progress import progress_bar
@@ -50,8 +50,6 @@ def verify(
 
 
 def _print(found: EqualityReport) -> None:
-    from d3engine.cli.terminal import print_table
-
     rows = [
         (result.name, f"{result.tokens}", result.evidence, result.difference or "equal") for result in found.results
     ]

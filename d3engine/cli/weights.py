@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, print_json, say_error
+from d3engine.cli.commands import AsJson, ExitCode, interrupted_by_signals, new_app, note, say_error, show_report
 from d3engine.cli.engine_options import Model, model_directory
 from d3engine.depth.policy import POLICY_FILE
 from d3engine.errors import ModelFormatError, require
 from d3engine.model.gguf_file import is_later_part
+from d3engine.research.analysis.report import Table
 from d3engine.utils.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
 app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
@@ -88,11 +89,8 @@ def meta_command(
     typer.echo(f"wrote {destination}")
 
 
-class FloatType(StrEnum):
-    """What tensors are dequantized to; `GGUF_DTYPES` as an option."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+FloatType = StrEnum("FloatType", ["float32", "bfloat16"])
+"""What tensors are dequantized to; `GGUF_DTYPES` as an option."""
 
 
 @convert_app.command("gguf")
@@ -127,20 +125,11 @@ def _gguf_of(source: str) -> Path:
     return files[0]
 
 
-class Scheme(StrEnum):
-    """How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
+Scheme = StrEnum("Scheme", ["int8", "int4", "fp8"])
+"""How matrices are quantized; `QUANTIZATION_SCHEMES` as an option."""
 
-    int8 = "int8"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
-class HeadForm(StrEnum):
-    """What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
-
-    int8 = "int8"
-    int4 = "int4"
-    float = "float"
+HeadForm = StrEnum("HeadForm", ["int8", "int4", "float"])
+"""What the LM head becomes; `LM_HEAD_SCHEMES` as an option."""
 
 
 @app.command("fetch")
@@ -247,16 +236,12 @@ def quantize_command(
 @app.command("inspect")
 def inspect_command(model: Model, as_json: AsJson = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
-    from d3engine.cli.terminal import print_table
     from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
     found = inspect_model(model_directory(model))
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        print_table("Configuration", ("what", "value"), found.configuration())
-        typer.echo()
-        print_table("Tensors", TENSOR_COLUMNS, found.tensors())
+    configuration = Table("Configuration", ("what", "value"), found.configuration())
+    tensors = Table("Tensors", TENSOR_COLUMNS, found.tensors())
+    show_report(found.as_dict, lambda: (configuration, tensors), as_json, apart=True)
 
 
 @app.command("verify")

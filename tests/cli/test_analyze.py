@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from invoking import refused, report_of, succeed
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import install_command
 from d3engine.research.analysis.kinds import SIDES
 from d3engine.research.evaluation.procedural import different_problems
 
@@ -231,7 +229,6 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),
         (["schedule", "--png", "picture"], "got 'picture'"),
         (["sample", "--guess-layers", "0"], "--guess-layers must be an integer of at least 1; got 0"),
-        (["sample", "--html", "no-such-directory/a.html", "--max-tokens", "2"], "--html"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(
@@ -249,11 +246,6 @@ def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
     for wrong in ("{}", "[]", "[1]", '[""]', "[", "\udcff"):
         prompts.write_bytes(wrong.encode("utf-8", "surrogateescape"))
         assert "--prompts" in refused(["analyze", "flow", "demo", "--prompts", str(prompts)]).splitlines()[-1]
-
-
-def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert install_command("plots") in refused(["analyze", "flow", "demo", *SMALL, "--png", str(tmp_path / "a.png")])
 
 
 @pytest.mark.parametrize("command", ["kinds", "sample"])

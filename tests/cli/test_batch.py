@@ -72,6 +72,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(source: Path, tmp_pa
         ((twice, target), "custom_id must be another in each line, since results are known by it; got \"'a' in lines"),
         ((source, target, "--model", "/does/not/exist"), "/does/not/exist"),
         ((source, target, "--allow-depth", "speculative"), "--allow-depth must be"),
+        ((source, target, "--ray-engines", "0"), "--ray-engines must be an integer of at least 1; got 0"),
     ]:
         stderr = refused(["batch", *map(str, words)])
         assert said in stderr

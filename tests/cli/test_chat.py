@@ -45,16 +45,9 @@ def turns_of(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     return watch(monkeypatch, Engine, "chat_prompt", lambda engine, messages: list(map(dict, messages)))
 
 
-def test_each_line_is_a_turn_and_stdout_gets_the_answers_alone(model: Path) -> None:
-    result = chat(model, QUESTION, "", QUESTION)
-    answers = result.stdout.splitlines()
-    assert len(answers) == 2
-    assert ">" not in result.stdout
-
-
 def test_a_turn_sees_the_conversation_until_reset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = turns_of(monkeypatch)
-    result = chat(model, "one", "two", "/reset", "three", options=("--system", "Be right."))
+    result = chat(model, "one", "", "two", "/reset", "three", options=("--system", "Be right."))
     assert [[message["role"] for message in messages] for messages in seen] == [
         ["system", "user"],
         ["system", "user", "assistant", "user"],

@@ -143,11 +143,9 @@ def test_speedups_alternate_turns_and_take_the_median() -> None:
     assert order == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow", "slow", "fast"]
 
 
-def test_a_large_model_takes_one_turn() -> None:
+def test_speedups_end_in_time_and_compare_what_both_tell() -> None:
+    """A large model takes one turn, and what one way does not tell is not compared."""
     assert speedups(lambda: [4.0], lambda: [2.0], enough_seconds=0.0) == [Speedup(2.0, 1)]
-
-
-def test_what_one_way_does_not_tell_is_not_compared() -> None:
     assert speedups(lambda: [4.0, 1.0], lambda: [2.0], most_rounds=2) == [Speedup(2.0, 2)]
 
 

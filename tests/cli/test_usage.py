@@ -40,8 +40,3 @@ def test_a_group_alone_shows_its_help_and_no_error() -> None:
     result = invoke(("weights", "convert"))
     assert "Commands:" in result.output
     assert "error: " not in result.output
-
-
-def test_a_count_below_one_is_refused_as_everywhere() -> None:
-    said = "error: --ray-engines must be an integer of at least 1; got 0\n"
-    assert refused(("batch", "in.jsonl", "out.jsonl", "--ray-engines", "0")) == said

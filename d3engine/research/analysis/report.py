@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 STEP = "step (from 0)"
 """The heading of a column of generation steps."""
@@ -19,14 +18,6 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: tuple[str, ...] = ()
-
-
-class Analysis(Protocol):
-    """The result of one analysis."""
-
-    def table(self) -> Table: ...
-
-    def as_dict(self) -> dict[str, Any]: ...
 
 
 def step_groups(longest: int) -> list[range]:

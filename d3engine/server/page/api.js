@@ -7,9 +7,9 @@ const KEY = "d3engine-key";
 const $ = (id) => document.getElementById(id);
 
 export class ApiError extends Error {
-  constructor(message, { status = 0, param = null, code = null } = {}) {
+  constructor(message, { status = 0, param = null } = {}) {
     super(message);
-    Object.assign(this, { status, param, code });
+    Object.assign(this, { status, param });
   }
 }
 
@@ -100,5 +100,5 @@ function parsed(text) {
 function errorOf(body, status) {
   const said = body?.error;
   const message = typeof said?.message === "string" ? said.message : `The server answered with status ${status}.`;
-  return new ApiError(message, { status, param: said?.param, code: said?.code });
+  return new ApiError(message, { status, param: said?.param });
 }

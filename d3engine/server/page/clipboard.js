@@ -25,7 +25,7 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-export const MAX_FILE_BYTES = 2 ** 20;
+const MAX_FILE_BYTES = 2 ** 20;
 
 /** A file as {name, text}; fails with a sentence where it is no text, or too long for a prompt. */
 export async function readText(file) {

@@ -12,7 +12,7 @@ export const RAMP_ON_DARK = ["#24868e", "#1e9c89", "#2ab07f", "#50c46a", "#81d34
 const parts = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
 
 /** sRGB parts at a position of a ramp: 0 is deep, 1 is shallow. */
-export function ramp(position, colours) {
+function ramp(position, colours) {
   const place = position * (colours.length - 1);
   const low = Math.min(Math.floor(place), colours.length - 2);
   const [first, second] = [parts(colours[low]), parts(colours[low + 1])];
@@ -38,7 +38,7 @@ export class DepthScale {
 
   set(most, least) {
     const onGround = theme.isDark ? RAMP_ON_DARK : RAMP;
-    if (most === this.most && least === this.least && onGround === this.#ramp) return false;
+    if (most === this.most && least === this.least && onGround === this.#ramp) return;
     [this.most, this.least, this.#ramp] = [most, least, onGround];
     const rules = [];
     for (let depth = 0; depth <= most; depth++) {
@@ -47,7 +47,6 @@ export class DepthScale {
       rules.push(`::highlight(depth-${depth}) { text-decoration: underline 2px ${colour}; text-underline-offset: 4px; }`);
     }
     this.#sheet.replaceSync(rules.join("\n"));
-    return true;
   }
 
   colour(depth) {

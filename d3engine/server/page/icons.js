@@ -41,14 +41,20 @@ export function icon(name) {
   return drawn;
 }
 
+/** A button that sends no form, with a class and a text or children. */
+export function button(kind, press, ...children) {
+  const element = made("button", kind, ...children);
+  element.type = "button";
+  element.addEventListener("click", press);
+  return element;
+}
+
 /** A button with an icon alone, which says in words what it does. */
 export function iconButton(name, words, press) {
-  const button = made("button", "icon", icon(name));
-  button.type = "button";
-  button.title = words;
-  button.setAttribute("aria-label", words);
-  button.addEventListener("click", press);
-  return button;
+  const element = button("icon", press, icon(name));
+  element.title = words;
+  element.setAttribute("aria-label", words);
+  return element;
 }
 
 /** Give the buttons of the page's own markup their icons. */

@@ -1,7 +1,7 @@
 // A message as it stands on the page: a question, or an answer with its reasoning, calls and figures.
 
 import { contentOf } from "./conversation.js";
-import { icon, iconButton, made } from "./icons.js";
+import { button, icon, iconButton, made } from "./icons.js";
 import { Markdown, showCopied } from "./markdown.js";
 
 const ENDS = { length: "token limit reached", stopped: "stopped", error: "failed", edited: "edited" };
@@ -45,15 +45,15 @@ export class MessageView {
   /** Offer what can be done: `isBusy` while something runs in the conversation; `branches` are the turn's. */
   offer({ isBusy, branches, isLast }) {
     const { message } = this;
-    const button = (name, drawn, words) => iconButton(drawn, words, () => this.act(name, message));
+    const acting = (name, drawn, words) => iconButton(drawn, words, () => this.act(name, message));
     const isAnswer = message.role === "assistant";
     const copy = iconButton("copy", "Copy", () => showCopied(copy, isAnswer ? message.content : contentOf(message)));
     const shown = [copy];
     if (!isBusy) {
       if (!isAnswer || (message.content && !message.calls)) shown.push(iconButton("edit", "Edit", () => this.edit()));
-      if (isAnswer) shown.push(button("regenerate", "again", "Regenerate"));
-      if (isAnswer && isLast && canGoOn(message)) shown.push(button("continue", "goOn", "Continue"));
-      shown.push(button("remove", "remove", "Delete this message and all after it"));
+      if (isAnswer) shown.push(acting("regenerate", "again", "Regenerate"));
+      if (isAnswer && isLast && canGoOn(message)) shown.push(acting("continue", "goOn", "Continue"));
+      shown.push(acting("remove", "remove", "Delete this message and all after it"));
     }
     if (branches.length > 1) shown.push(this.#arrows(branches, isBusy));
     if (isAnswer) shown.push(this.figures);
@@ -87,7 +87,7 @@ export class MessageView {
       event.preventDefault();
       event.stopPropagation();
     });
-    const buttons = made("div", "row", textButton("Cancel", leave), textButton(isAnswer ? "Save" : "Send", finish, "main"));
+    const buttons = made("div", "row", button("", leave, "Cancel"), button("main", finish, isAnswer ? "Save" : "Send"));
     const editing = made("div", "editing", area, buttons);
     for (const element of covered) element.hidden = true;
     if (isAnswer) this.answer.after(editing);
@@ -165,11 +165,4 @@ function figuresOf({ figures, layers }, end) {
   if (layers?.mean && layers.mean < layers.of) parts.push(`${layers.mean.toFixed(1)} of ${layers.of} layers`);
   if (ENDS[end]) parts.push(ENDS[end]);
   return parts.join(" · ");
-}
-
-function textButton(words, press, kind = "") {
-  const button = made("button", kind, words);
-  button.type = "button";
-  button.addEventListener("click", press);
-  return button;
 }

@@ -1,7 +1,7 @@
 // The list of conversations and their folders: search, pin, move, rename, delete.
 
 import { newFolder } from "./conversation.js";
-import { icon, iconButton, made } from "./icons.js";
+import { button, icon, iconButton, made } from "./icons.js";
 
 const DRAGGED = "application/x-d3engine-conversation";
 const $ = (id) => document.getElementById(id);
@@ -47,10 +47,8 @@ export class Sidebar {
   }
 
   #item(conversation) {
-    const open = made("button", "open", conversation.title || "New chat");
-    open.type = "button";
+    const open = button("open", () => this.act("open", conversation), conversation.title || "New chat");
     open.title = open.textContent;
-    open.addEventListener("click", () => this.act("open", conversation));
     if (conversation.id === this.#current?.id) open.setAttribute("aria-current", "true");
     const item = made("li", "item", open);
     item.dataset.id = conversation.id;
@@ -84,14 +82,14 @@ export class Sidebar {
   #folder({ folder, inside }, isSearched) {
     const isOpen = isSearched || !folder.collapsed;
     const count = made("span", "hint", String(inside.length));
-    const toggle = made("button", "toggle", icon(isOpen ? "folderOpen" : "folder"), made("span", "", folder.name), count);
-    Object.assign(toggle, { type: "button", title: folder.name, disabled: isSearched });
-    toggle.setAttribute("aria-label", `${folder.name}, ${inside.length} conversation${inside.length === 1 ? "" : "s"}`);
-    toggle.setAttribute("aria-expanded", String(isOpen));
-    toggle.addEventListener("click", () => {
+    const turn = () => {
       this.actOnFolder("change", folder, { collapsed: !folder.collapsed });
       this.#focus(folder, ".toggle");
-    });
+    };
+    const toggle = button("toggle", turn, icon(isOpen ? "folderOpen" : "folder"), made("span", "", folder.name), count);
+    Object.assign(toggle, { title: folder.name, disabled: isSearched });
+    toggle.setAttribute("aria-label", `${folder.name}, ${inside.length} conversation${inside.length === 1 ? "" : "s"}`);
+    toggle.setAttribute("aria-expanded", String(isOpen));
     const rename = iconButton("edit", `Rename the folder ${folder.name}`, () => this.#renameFolder(folder));
     const remove = iconButton("remove", `Delete the folder ${folder.name}`, () => {
       if (confirm(`Delete the folder “${folder.name}”? Its conversations stay in the list.`)) this.actOnFolder("remove", folder);
@@ -122,21 +120,16 @@ export class Sidebar {
       this.act("change", conversation, { folder: folder.id });
       if (!this.#focus(conversation, ".move")) this.#focus(folder, ".toggle");
     };
-    const choice = (name, words, press) => {
-      const button = made("button", "quiet", icon(name), words);
-      button.type = "button";
-      button.addEventListener("click", press);
-      return button;
-    };
+    const choice = (name, words, press) => button("quiet", press, icon(name), words);
     const known = [{ id: null, name: "No folder" }, ...this.#folders];
     const isIn = known.find(({ id }) => id === conversation.folder) ?? known[0];
     const choices = known.map((folder) => {
-      const button = choice(folder === isIn ? "done" : "folder", folder.name, () => move(folder));
-      if (folder === isIn) button.setAttribute("aria-current", "true");
-      return button;
+      const offered = choice(folder === isIn ? "done" : "folder", folder.name, () => move(folder));
+      if (folder === isIn) offered.setAttribute("aria-current", "true");
+      return offered;
     });
     const added = choice("folderPlus", "New folder", () => this.#addFolder(move));
-    $("move-to").replaceChildren(...[...choices, added].map((button) => made("li", "", button)));
+    $("move-to").replaceChildren(...[...choices, added].map((one) => made("li", "", one)));
     $("move").showModal();
   }
 

@@ -5,35 +5,24 @@
 export async function* events(body) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
-  const parser = new EventParser();
+  let rest = "";
+  let data = [];
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      yield* parser.push(done ? decoder.decode() : decoder.decode(value, { stream: true }));
+      rest += done ? decoder.decode() : decoder.decode(value, { stream: true });
+      // A \r at the end may be half of a line's end, so it waits for what follows.
+      const lines = rest.split(/\r\n|\n|\r(?!$)/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+        if (line !== "") continue;
+        if (data.length) yield data.join("\n");
+        data = [];
+      }
       if (done) return;
     }
   } finally {
     reader.cancel().catch(() => {});
-  }
-}
-
-/** Takes text as it comes and gives the events that are complete. */
-export class EventParser {
-  #rest = "";
-  #data = [];
-
-  *push(text) {
-    this.#rest += text;
-    // A \r at the end may be half of a line's end, so it waits for what follows.
-    const lines = this.#rest.split(/\r\n|\n|\r(?!$)/);
-    this.#rest = lines.pop();
-    for (const line of lines) {
-      if (line === "") {
-        if (this.#data.length) yield this.#data.join("\n");
-        this.#data = [];
-      } else if (line.startsWith("data:")) {
-        this.#data.push(line.slice(line[5] === " " ? 6 : 5));
-      }
-    }
   }
 }

@@ -11,7 +11,6 @@ export class Tokens {
   known = []; // {token, logprob, top: [[text, logprob], ...]} or undefined
   finish = null;
   summary = null;
-  usage = null;
   #offsets = [];
   #characters = [];
 
@@ -39,7 +38,6 @@ export class Tokens {
       if (choice.finish_reason) this.finish = choice.finish_reason;
     }
     if (chunk.d3ext) this.summary = chunk.d3ext;
-    if (chunk.usage) this.usage = chunk.usage;
     return settled;
   }
 

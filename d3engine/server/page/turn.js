@@ -131,10 +131,8 @@ export class Turn {
       const number = numberOf(event.target);
       if (number >= 0) this.#show(number);
     };
-    answer.addEventListener("mouseover", show);
-    answer.addEventListener("mouseout", hideDetails);
-    answer.addEventListener("focusin", show);
-    answer.addEventListener("focusout", hideDetails);
+    for (const name of ["mouseover", "focusin"]) answer.addEventListener(name, show);
+    for (const name of ["mouseout", "focusout"]) answer.addEventListener(name, hideDetails);
     answer.addEventListener("click", (event) => event.target.focus());
     answer.addEventListener("keydown", (event) => {
       if (event.key === "Escape") return hideDetails();

@@ -54,7 +54,7 @@ function highlight(depth) {
 }
 
 /** [text node, the depth of each of its UTF-16 units] for each text of the answer itself. */
-export function* depthsOfNodes(element, characters, depths) {
+function* depthsOfNodes(element, characters, depths) {
   const texts = document.createTreeWalker(element, NodeFilter.SHOW_TEXT, ({ parentElement }) =>
     parentElement.closest(".code-head, .math") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT,
   );

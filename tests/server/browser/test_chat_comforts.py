@@ -14,7 +14,8 @@ from written_streams import DONE, Script, Scripted, chunk, delta, is_for_title, 
 LONG_TEXT = "A line of a long text.\n" * 120
 PASTE = """(text) => {
     const data = new DataTransfer();
-    data.setData("text/plain", text);
+    if (text === null) data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));
+    else data.setData("text/plain", text);
     const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
     return document.getElementById("prompt").dispatchEvent(event);
 }"""
@@ -75,12 +76,20 @@ def test_a_long_paste_can_be_put_into_the_message(open_chat: Open, scripted: Scr
     assert not page.locator("#files").is_visible()
 
 
-def test_a_paste_beyond_the_largest_file_is_refused(open_chat: Open, scripted: Scripted) -> None:
-    """A paste is bounded as a file is, and what is too long is said."""
-    page = open_chat(scripted[0])
-    assert page.evaluate(PASTE, "x" * (2**20 + 1)) is False
+@pytest.mark.parametrize(
+    ("pasted", "problem"),
+    [
+        ("x" * (2**20 + 1), "pasted-1.txt is too large: a file has 1 MiB at most."),
+        (None, "image.png is not a text file in UTF-8."),
+    ],
+    ids=["too large", "a picture"],
+)
+def test_a_paste_that_is_no_fit_file_is_refused(chat: tuple[Any, Script], pasted: str | None, problem: str) -> None:
+    """A paste is bounded as a file is, and what cannot go along is said."""
+    page, _ = chat
+    assert page.evaluate(PASTE, pasted) is False
     page.wait_for_selector("#problem:visible")
-    assert page.text_content("#problem") == "pasted-1.txt is too large: a file has 1 MiB at most."
+    assert page.text_content("#problem") == problem
 
 
 def test_the_model_writes_a_title_after_its_answer(open_chat: Open, scripted: Scripted) -> None:

@@ -89,21 +89,6 @@ def test_a_refused_file_is_said_where_it_is_seen(chat: tuple[Any, Script], tmp_p
     assert 0 < place["y"] < place["y"] + place["height"] < height
 
 
-def test_a_pasted_picture_is_refused_and_a_text_is_pasted(chat: tuple[Any, Script]) -> None:
-    page, _ = chat
-    paste = """(kind) => {
-        const data = new DataTransfer();
-        if (kind === "file") data.items.add(new File([new Uint8Array([0, 255])], "image.png", { type: "image/png" }));
-        else data.setData("text/plain", "words");
-        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
-        return document.getElementById("prompt").dispatchEvent(event);
-    }"""
-    assert page.evaluate(paste, "text") is True  # the browser's own matter
-    assert page.evaluate(paste, "file") is False
-    page.wait_for_selector("#problem:visible")
-    assert page.text_content("#problem") == "image.png is not a text file in UTF-8."
-
-
 def test_what_is_exported_is_imported_again_with_its_branches(
     open_chat: Open, scripted: Scripted, tmp_path: Path
 ) -> None:
