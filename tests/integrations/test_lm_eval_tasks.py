@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import TinyLlama
@@ -25,7 +24,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")
 pytest.importorskip("datasets", reason="datasets is not installed: pip install '.[eval]'")
 
-from lm_eval import simple_evaluate
+from harness_tasks import assert_same, choice, evaluate, generation, write_task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -33,63 +32,6 @@ from d3engine.integrations.lm_eval import D3EngineLM
 
 CACHE = {"kv_cache_memory_bytes": 2**24}
 pytestmark = pytest.mark.usefixtures("offline")
-
-
-def write_task(folder: Path, name: str, items: list[dict[str, Any]], **fields: Any) -> None:
-    """A task of the harness as users write them: a YAML beside a data file."""
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(item) + "\n" for item in items))
-    task = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        **fields,
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
-
-
-def generation(prompt: str, target: str, until: list[str], tokens: int) -> dict[str, Any]:
-    return {
-        "output_type": "generate_until",
-        "doc_to_text": prompt,
-        "doc_to_target": target,
-        "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": tokens},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-
-
-def choice(prompt: str, choices: str, target: str) -> dict[str, Any]:
-    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    asked = {"doc_to_text": prompt, "doc_to_choice": choices, "doc_to_target": target}
-    return {"output_type": "multiple_choice", "metric_list": metrics, **asked}
-
-
-def evaluate(folder: Path, model: Any, tasks: list[str], **arguments: Any) -> dict[str, Any]:
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found: dict[str, Any] = simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=True, **arguments
-    )
-    return found
-
-
-def responses(found: dict[str, Any], task: str) -> list[Any]:
-    return [sample["resps"] for sample in sorted(found["samples"][task], key=lambda sample: sample["doc_id"])]
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], tasks: list[str]) -> None:
-    for task in tasks:
-        for own, their in zip(responses(found, task), responses(wanted, task), strict=True):
-            if isinstance(own[0][0], str):
-                assert own == their
-            else:
-                pairs = zip(own, their, strict=True)
-                assert all(a[0][0] == pytest.approx(b[0][0], abs=2e-3, rel=1e-5) for a, b in pairs)
-                assert [a[0][1] for a in own] == [b[0][1] for b in their]
-        scores, their_scores = found["results"][task], wanted["results"][task]
-        numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
-        assert numbers
-        assert numbers == pytest.approx({name: their_scores[name] for name in numbers})
 
 
 def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: TinyLlama, theirs: HFLM) -> None:
@@ -103,8 +45,8 @@ def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: T
     write_task(tmp_path, "own_choice", items, **choice(prompt, "{{choices}}", "{{choices.index(a)}}"))
     tasks = ["own_generation", "own_choice"]
     arguments = f"pretrained={tiny.directory},depth=full,kv_cache_memory_bytes={2**24}"
-    found = evaluate(tmp_path, "d3engine", tasks, model_args=arguments, num_fewshot=0)
-    assert_same(found, evaluate(tmp_path, theirs, tasks, num_fewshot=0), tasks)
+    found = evaluate(tmp_path, tasks, model="d3engine", model_args=arguments, num_fewshot=0)
+    assert_same(found, evaluate(tmp_path, tasks, model=theirs, num_fewshot=0), tasks)
 
 
 def test_gsm8k_and_bbh_items_score_as_with_the_hf_backend(
@@ -119,7 +61,7 @@ def test_gsm8k_and_bbh_items_score_as_with_the_hf_backend(
     write_task(tmp_path, "own_bbh", bbh, **generation(expression, "{{target}}", ["</s>", "Q", "\n\n"], 8))
     write_task(tmp_path, "own_bbh_choice", bbh, **choice(expression, "['True', 'False']", "{{target}}"))
     tasks = ["own_gsm8k", "own_bbh", "own_bbh_choice"]
-    assert_same(evaluate(tmp_path, ours, tasks), evaluate(tmp_path, theirs, tasks), tasks)
+    assert_same(evaluate(tmp_path, tasks, model=ours), evaluate(tmp_path, tasks, model=theirs), tasks)
 
 
 def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -> None:
