@@ -9,8 +9,7 @@ import pytest
 from fixture_types import MakeEngine
 from stepping import finish, greedy
 
-from d3engine import Engine, EngineDeadError, InvalidValueError, SamplingParams
-from d3engine.errors import D3EngineError
+from d3engine import Engine, InvalidValueError, SamplingParams
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
 
@@ -115,16 +114,3 @@ def test_only_what_this_engine_has_prepared_can_be_added(make_engine: MakeEngine
     with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
         engine.add(engine.prepare(PROMPT, greedy(), "a"))
     assert finish(engine).keys() == {"a"}
-
-
-def test_an_engine_that_is_closed_or_dead_prepares_nothing(make_engine: MakeEngine) -> None:
-    closed, dead = make_engine(), make_engine()
-    closed.close()
-    with pytest.raises(D3EngineError, match="the engine is closed"):
-        closed.prepare(PROMPT)
-    dead.add_request("a", PROMPT, greedy())
-    dead.executor.run = lambda plan: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(EngineDeadError):
-        dead.step()
-    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-        dead.prepare(PROMPT)
