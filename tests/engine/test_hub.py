@@ -33,6 +33,13 @@ from d3engine.weights_tools.inspection import verify_model
 Run = Callable[..., Any]
 Said = Callable[..., list[str]]
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
+GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
+BESIDE = {
+    "mmproj-model-F16.gguf": b"pictures",
+    "imatrix.gguf": b"counts",
+    "README.md": b"# A model",
+    "config.json": b"{}",
+}
 NEVER_FETCHED = {
     "pytorch_model.bin": b"pickled",
     "consolidated.00.pth": b"pickled",
@@ -192,23 +199,32 @@ def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Sai
     """Files that are too large are refused before they are fetched."""
     large = {"tokenizer.json": b"{}", **SMALL}
     hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
-    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18}
-    too_large, too_huge = said("ada/large", "ada/huge")
+    hub.repositories["ada/files"] = {"main": Commit(GGUF)}
+    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18, "model-Q4_K_M.gguf": 10**18}
+    too_large, *too_huge = said("ada/large", "ada/huge", "ada/files")
     assert too_large.startswith("ModelFormatError: model 'ada/large': tokenizer.json has")
-    assert too_huge.startswith("FailedError: model 'ada/huge' takes 1000000000.0 GB, and ")
+    for name, found in zip(("ada/huge", "ada/files"), too_huge, strict=True):
+        assert found.startswith(f"FailedError: model {name!r} takes 1000000000.0 GB, and ")
     assert hub.fetched == []
 
 
-def test_download_that_breaks_off_fails_and_leaves_no_file(hub: Hub, run: Run, said: Said) -> None:
+@pytest.mark.parametrize(
+    ("name", "files", "broken"),
+    [("ada/model", SMALL, "model.safetensors"), ("ada/model:Q8_0", GGUF, "model-Q8_0.gguf")],
+)
+def test_download_that_breaks_off_fails_and_leaves_no_file(
+    hub: Hub, run: Run, said: Said, name: str, files: dict[str, bytes], broken: str
+) -> None:
     """A download that breaks off is an error, and its file is never taken for whole."""
-    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
-    hub.broken.add("model.safetensors")
-    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/model").stdout)
-    assert error.startswith("FailedError: model 'ada/model' could not be downloaded whole")
-    assert said("ada/model", HF_HUB_OFFLINE="1")[0].startswith("InvalidValueError: model must be a directory, or")
+    hub.repositories["ada/model"] = {"main": Commit(files)}
+    hub.broken.add(broken)
+    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, name).stdout)
+    assert error.startswith(f"FailedError: model {name!r} could not be downloaded whole")
+    assert said(name, HF_HUB_OFFLINE="1")[0].startswith("InvalidValueError: model must be a directory, or")
     hub.broken.clear()
-    (found,) = said("ada/model")
-    assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+    (found,) = said(name)
+    whole = Path(found) / broken if Path(found).is_dir() else Path(found)
+    assert whole.read_bytes() == files[broken]
 
 
 def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Run) -> None:
@@ -240,15 +256,6 @@ def test_unreachable_hub_takes_the_download_with_a_warning(hub: Hub, run: Run, s
     there, other = json.loads(offline.stdout)
     assert ([there], offline.stderr) == (online, "")
     assert other.startswith("InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLIN")
-
-
-GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
-BESIDE = {
-    "mmproj-model-F16.gguf": b"pictures",
-    "imatrix.gguf": b"counts",
-    "README.md": b"# A model",
-    "config.json": b"{}",
-}
 
 
 def test_hub_gguf_answers_offline_by_quantization_in_any_case(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
@@ -333,17 +340,6 @@ def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(hub: Hub, said: Sa
     Path(first).with_name("model-Q8_0-00002-of-00003.gguf").unlink()
     (lacking,) = said("ada/parts:q8_0", HF_HUB_OFFLINE="1")
     assert lacking.startswith("ModelFormatError: model 'ada/parts:q8_0' is in several parts, of which there are only")
-
-
-def test_a_gguf_file_is_fetched_whole_or_is_not_taken(hub: Hub, run: Run, said: Said) -> None:
-    hub.repositories["ada/files"] = {"main": Commit(GGUF)}
-    hub.broken.add("model-Q8_0.gguf")
-    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/files:Q8_0").stdout)
-    assert error.startswith("FailedError: model 'ada/files:Q8_0' could not be downloaded whole")
-    (gone,) = said("ada/files:Q8_0", HF_HUB_OFFLINE="1")
-    assert gone.startswith("InvalidValueError: model must be")
-    hub.sizes["model-Q4_K_M.gguf"] = 10**18
-    assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
 
 
 def test_models_of_the_hubs_cache_are_listed_and_removed(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
