@@ -62,9 +62,10 @@ def alone(kinds: Callable[[str], Kind]) -> Iterator[Alone]:
         key = name, repr(request)
         if key not in known:
             asked = kinds(name).asked_alone(request)
-            given: dict[str, Any] = {} if asked.lora is None else {"lora_request": asked.lora}
             with kinds(name).within():
-                (known[key],) = engine_of(name).generate(list(asked.prompt), asked.params, use_tqdm=False, **given)
+                (known[key],) = engine_of(name).generate(
+                    list(asked.prompt), asked.params, use_tqdm=False, lora_request=asked.lora
+                )
         return known[key]
 
     yield answer
@@ -177,8 +178,7 @@ def test_stream_ends_with_the_answer_alone(kinds: Callable[[str], Kind], alone: 
     """The last output of a stream is the whole answer; hidden states come with it alone."""
     with kinds(name).make() as engine:
         for request in kinds(name).requests(0):
-            given: dict[str, Any] = {} if request.lora is None else {"lora_request": request.lora}
-            *before, last = engine.stream(list(request.prompt), request.params, **given)
+            *before, last = engine.stream(list(request.prompt), request.params, lora_request=request.lora)
             assert all(output.outputs[0].hidden_states is None for output in before)
             kinds(name).same(last, alone(name, request), request)
 

@@ -62,19 +62,6 @@ def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine, enfor
     assert_answers(outputs, wanted, tie=1e-3)
 
 
-@EAGER
-def test_beside_rows_of_other_weights_each_equals_the_oracle(
-    made: Trained, make_engine: MakeEngine, enforce_eager: bool
-) -> None:
-    with make_engine(enforce_eager=enforce_eager) as engine:
-        params = [asked(POLICY if nth % 2 else FullDepth()) for nth in range(len(PROMPTS))]
-        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-    answers = [
-        made.answer(one) if nth % 2 else made.on_ladder(one, lambda step: None) for nth, one in enumerate(PROMPTS)
-    ]
-    assert_answers(outputs, answers, tie=1e-3)
-
-
 ALPHA, STEPS = 0.95, (3, 6, 9)
 
 

@@ -62,4 +62,4 @@ def wait_until_ready(process: subprocess.Popen[bytes], ready: str, log: Path) ->
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise AssertionError(f"the program does not answer:\n{log.read_text(errors="replace")}")
+    raise AssertionError(f"the program does not answer:\n{log.read_text(errors='replace')}")
