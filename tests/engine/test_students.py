@@ -47,19 +47,18 @@ def asked(policy: DepthPolicy, max_tokens: int = TOKENS, **changes: Any) -> Samp
 
 POLICY = Distilled(SKIPPED)
 PROMPTS = [[37 * (nth + place) % 300 for place in range(2 + 3 * nth)] for nth in range(5)]
-EAGER = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 
 
-@EAGER
-def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine, enforce_eager: bool) -> None:
+def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine) -> None:
     wanted = [made.answer(prompt) for prompt in PROMPTS]
     plain = [made.on_ladder(one, lambda step: None) for one in PROMPTS]
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True))
-    with make_engine(enforce_eager=enforce_eager) as engine:
-        outputs = engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
-        if not enforce_eager and engine.stats().backend == "native":
-            assert engine.stats().eager_steps == 0
-    assert_answers(outputs, wanted, tie=1e-3)
+    for enforce_eager in (True, False):
+        with make_engine(enforce_eager=enforce_eager) as engine:
+            outputs = engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
+            if not enforce_eager and engine.stats().backend == "native":
+                assert engine.stats().eager_steps == 0
+        assert_answers(outputs, wanted, tie=1e-3)
 
 
 ALPHA, STEPS = 0.95, (3, 6, 9)
@@ -74,24 +73,22 @@ def by_table(step: int) -> int | None:
     return {3: 0, 4: 0, 5: 0, 6: 1, 7: 1, 8: 1}.get(step, None if step < 3 else 2)
 
 
-@EAGER
-def test_rows_of_different_levels_each_equal_the_oracle(
-    made: Trained, make_engine: MakeEngine, enforce_eager: bool
-) -> None:
+def test_rows_of_different_levels_each_equal_the_oracle(made: Trained, make_engine: MakeEngine) -> None:
     """Rows of two ladders, of a student and of full depth share steps, and each goes on as the oracle does."""
     assert [by_formula(step) for step in range(1, 8)] == [0, 1, 1, 1, 1, 2, 2]
     ladder, table = Width(made.ladder, ALPHA, WIDTHS), Width(made.ladder, steps=STEPS)
-    with make_engine(enforce_eager=enforce_eager, depth=ladder) as engine:
-        params = [asked(policy) for policy in (ladder, table, FullDepth(), POLICY, ladder)]
-        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-        if not enforce_eager and engine.stats().backend == "native":
-            assert engine.stats().eager_steps == 0
     wanted = [made.on_ladder(PROMPTS[nth], rule) for nth, rule in ((0, by_formula), (1, by_table), (4, by_formula))]
     plain = [made.on_ladder(one, lambda step: None) for one in PROMPTS]
     assert wanted[1].token_ids[:3] == plain[1].token_ids[:3], "steps before the first student are full depth's"
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain[:2] + plain[4:], strict=True))
     every = [wanted[0], wanted[1], plain[2], made.answer(PROMPTS[3]), wanted[2]]
-    assert_answers(outputs, every, tie=1e-3)
+    params = [asked(policy) for policy in (ladder, table, FullDepth(), POLICY, ladder)]
+    for enforce_eager in (True, False):
+        with make_engine(enforce_eager=enforce_eager, depth=ladder) as engine:
+            outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+            if not enforce_eager and engine.stats().backend == "native":
+                assert engine.stats().eager_steps == 0
+        assert_answers(outputs, every, tie=1e-3)
 
 
 @pytest.mark.usefixtures("native_library")
@@ -132,7 +129,7 @@ def test_a_ladder_saves_what_its_steps_save(made: Trained, make_engine: MakeEngi
             engine.generate([1, 2], asked(Width(made.ladder, steps=STEPS, skip_layers=[2])), use_tqdm=False)
 
 
-@EAGER
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 def test_a_streamed_answer_is_that_of_generate(make_engine: MakeEngine, enforce_eager: bool) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         (whole,) = engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
