@@ -1,4 +1,5 @@
-"""Embeddings are transformers' last hidden states, pooled as sentence-transformers pools them."""
+"""Embeddings are transformers' last hidden states, pooled as sentence-transformers pools them; scores are its
+probabilities of one token against another after the prompt."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from d3engine import D3, Engine, InvalidValueError, SamplingParams
 from d3engine.model.source import POOLING_FILE
+from d3engine.request.scoring import answer_params, judgement, score_of
 
 PROMPTS = random_prompts([1, 2, 7, 40, 200, 33])
 TOLERANCE = 1e-5
@@ -65,6 +67,18 @@ def test_embeddings_of_qwen2_equal_transformers(tmp_path: Path) -> None:
     assert np.abs(found - [_pooled(tiny, prompt, "mean") for prompt in PROMPTS]).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_scores_equal_transformers(tiny: TinyLlama, enforce_eager: bool) -> None:
+    prompts, ids = random_prompts([1, 7, 40, 200]), [5, 9]
+    with Engine(tiny.directory, enforce_eager=enforce_eager, **OPTIONS) as engine:
+        yes, no = (engine.generate(prompts, answer_params([one], "yes"), use_tqdm=False) for one in ids)
+        assert [output.num_cached_tokens for output in no] == [0, 0, 32, 192]  # whole blocks of 16
+    for prompt, one, other in zip(prompts, yes, no, strict=True):
+        with torch.inference_mode():
+            logits = tiny.model(torch.tensor([prompt])).logits[0, -1]
+        assert abs(score_of(one, other) - float(logits[ids].softmax(0)[0])) < 1e-5
+
+
 def test_an_embedding_alone_is_the_one_in_a_batch(engine: Engine) -> None:
     together = engine.embed(PROMPTS, use_tqdm=False)
     for prompt, row in zip(PROMPTS, together, strict=True):
@@ -110,3 +124,14 @@ def test_sampling_parameters_with_pooling_have_one_token() -> None:
     make: Callable[..., SamplingParams] = SamplingParams
     with pytest.raises(InvalidValueError, match="max_tokens must be 1, and n=1, where pooling is given; got 16"):
         make(pooling="mean")
+
+
+def test_an_answer_of_several_tokens_has_no_score() -> None:
+    with pytest.raises(InvalidValueError, match="model must be one whose tokenizer has a single token for 'yes'"):
+        answer_params([1, 2], "yes")
+
+
+def test_a_judgement_has_the_words_of_qwen3_reranker() -> None:
+    system, user = judgement("q", "d", "i")
+    assert system["content"].startswith("Judge whether the Document meets the requirements based on the Query")
+    assert user["content"] == "<Instruct>: i\n<Query>: q\n<Document>: d"
