@@ -224,8 +224,7 @@ class AsyncEngine(EngineProperties):
 
         While it sleeps, what it held before. After `wake_up` it begins at 0 again.
         """
-        stats: EngineStats = self._last_stats or await self._ask("stats")
-        return stats
+        return self._last_stats or await self._ask("stats")
 
     async def is_sleeping(self) -> bool:
         return self._last_stats is not None
