@@ -210,8 +210,8 @@ class AsyncEngine(EngineProperties):
 
     def sync(self) -> SyncEngine:
         """The same engine for threads, which block for what they want."""
-        prepare, chat_prompt = (partial(self._read, read) for read in (self._front.prepare, self._front.chat_prompt))
-        return SyncEngine(self, self._dispatcher, prepare, chat_prompt)
+        front, read = self._front, self._read
+        return SyncEngine(self, self._dispatcher, partial(read, front.prepare), partial(read, front.chat_prompt))
 
     # -- the engine itself -----------------------------------------------------------------------------------------
 
