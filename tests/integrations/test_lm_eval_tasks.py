@@ -3,10 +3,7 @@ The tasks are made here from a few items: of the public data sets where they lie
 generated problems anywhere."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -24,7 +21,9 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")
 pytest.importorskip("datasets", reason="datasets is not installed: pip install '.[eval]'")
 
+import datasets
 from harness_tasks import assert_same, choice, evaluate, generation, write_task
+from huggingface_hub import constants
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -128,25 +127,30 @@ NOBODY = "http://127.0.0.1:9"
 """Where nothing listens."""
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path) -> None:
-    """In a process of its own: the libraries read their settings when they are imported, and write past our stderr."""
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, endpoint in ((constants, "ENDPOINT"), (datasets.config, "HF_ENDPOINT")):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(settings, endpoint, NOBODY)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)  # before the hub's library asks again
     write_task(tmp_path, "own_words", [], **generation("{{q}}", "{{a}}", ["\n"], 4), dataset_path="ada/questions")
-    command = [sys.executable, "-m", "d3engine", "eval", "demo", "--tasks", "own_words", "--include-path", "."]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env = own | {"HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, "--depth", "full"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert "Retry" not in ran.stderr
-    (line,) = (line for line in ran.stderr.splitlines() if line.startswith("error:"))
+    words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--depth", "full"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert not waits
+    (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
     assert line.startswith(f"error: the data of own_words cannot be loaded ({NOBODY} cannot be reached: ")
     assert "--data DIR reads gsm8k and bbh from files in a folder" in line
 
 
-def test_a_task_with_data_of_its_own_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+@pytest.mark.usefixtures("no_hub")
+def test_a_task_with_data_of_its_own_needs_no_hub(tmp_path: Path) -> None:
     write_task(tmp_path, "own_words", [{"q": "?", "a": "1"}], **generation("{{q}}", "{{a}}", ["\n"], 4))
     words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--depth", "full", "--json"]
     result = CliRunner().invoke(app, words)
