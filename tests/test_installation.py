@@ -51,29 +51,20 @@ def test_an_sdist_holds_all_that_the_native_library_is_built_of(tmp_path: Path) 
     assert Path("kernels/native/libd3native.so") not in held  # which was built for this machine
 
 
-def test_wheel_holds_the_model_and_is_built_without_warnings(tmp_path: Path) -> None:
-    """A wheel holds the bundled model, and building it warns of no package."""
+def test_wheel_holds_model_and_page_and_warns_of_no_package(tmp_path: Path) -> None:
+    """A wheel holds the bundled model and the page's libraries with their licences, and no package is warned of."""
     assert "d3engine.demo_model" not in build("wheel", tmp_path)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
     model = {f"d3engine/demo_model/{one.name}" for one in (ROOT / "d3engine/demo_model").iterdir() if one.is_file()}
     assert "d3engine/demo_model/model.safetensors" in model
     assert {*model, "d3engine/py.typed", "d3engine/kernels/reference.py"} <= held
-
-
-def test_wheel_holds_the_pages_libraries_with_licences(tmp_path: Path) -> None:
-    """A wheel holds the libraries of the page with their licences."""
-    from d3engine.server.page_libraries import FOLDER, LIBRARIES, is_fetched
-
-    if not is_fetched():
-        pytest.skip("the page's libraries are not here: python d3engine/server/page_libraries.py fetches them")
-    build("wheel", tmp_path)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        held = {name for name in wheel.namelist() if name.startswith("d3engine/server/page/vendor/")}
-    there = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()]
-    assert held == {f"d3engine/server/page/vendor/{name}" for name in there}
-    assert len([name for name in there if name.endswith("LICENSE")]) == len(LIBRARIES)
-    assert {"katex.css", "markdown-it.js"} < set(there)
+    if page_libraries.is_fetched():  # python d3engine/server/page_libraries.py does it
+        vendor, prefix = page_libraries.FOLDER, "d3engine/server/page/vendor/"
+        there = {path.relative_to(vendor).as_posix() for path in vendor.rglob("*") if path.is_file()}
+        assert {name.removeprefix(prefix) for name in held if name.startswith(prefix)} == there
+        assert len([name for name in there if name.endswith("LICENSE")]) == len(page_libraries.LIBRARIES)
+        assert {"katex.css", "markdown-it.js"} < there
 
 
 def test_library_of_the_page_that_has_changed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ for it."""
 
 _READERS = 2  # threads of a kind that read prompts: enough to keep a step fed, few enough to leave it the interpreter
 
+T = TypeVar("T")
 
 Front: TypeAlias = "Engine | ProcessFront"
 """What is known of an engine, and what reads requests for it: the engine itself, where it is in this process."""
@@ -138,14 +139,11 @@ class AsyncEngine(EngineProperties):
 
         A short one is read here and now: to have a thread do it takes longer.
         """
-        read, given = self._front.prepare, (prompt, params, request_id, priority)
-        adapter = {} if lora_request is None else {"lora_request": lora_request}
+        read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
         is_quick = lora_request is None or isinstance(lora_request, str)  # others may have to be loaded
         if is_quick and _is_short(prompt) and (params is None or _is_plain(params)):
-            short: EngineRequest = self._read(read, *given, **adapter)
-            return short
-        prepared: EngineRequest = await self._in_pool(_kind_of(prompt, params), read, *given, **adapter)
-        return prepared
+            return self._read(read)
+        return await self._in_pool(_kind_of(prompt, params), read)
 
     def generate(
         self,
@@ -200,15 +198,11 @@ class AsyncEngine(EngineProperties):
     async def chat_prompt(self, messages: Messages, **template_arguments: Any) -> dict[str, list[int]]:
         """The prompt of a conversation as token ids, for `generate`; the arguments are those of `Engine.chat`."""
         kind = "long" if work_of((messages, template_arguments)) >= LONG_WORK else "short"
-        prompt: dict[str, list[int]] = await self._in_pool(
-            kind, self._front.chat_prompt, messages, **template_arguments
-        )
-        return prompt
+        return await self._in_pool(kind, self._front.chat_prompt, messages, **template_arguments)
 
     async def chat_template(self) -> str | None:
         """The text of the model's own chat template, None without one; its files are read once."""
-        source: str | None = await self._in_pool("short", self._front.chat_template)
-        return source
+        return await self._in_pool("short", self._front.chat_template)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with finish_reason "abort". Unknown ids are passed over."""
@@ -216,8 +210,8 @@ class AsyncEngine(EngineProperties):
 
     def sync(self) -> SyncEngine:
         """The same engine for threads, which block for what they want."""
-        prepare, chat_prompt = (partial(self._read, read) for read in (self._front.prepare, self._front.chat_prompt))
-        return SyncEngine(self, self._dispatcher, prepare, chat_prompt)
+        front, read = self._front, self._read
+        return SyncEngine(self, self._dispatcher, partial(read, front.prepare), partial(read, front.chat_prompt))
 
     # -- the engine itself -----------------------------------------------------------------------------------------
 
@@ -230,8 +224,7 @@ class AsyncEngine(EngineProperties):
 
         While it sleeps, what it held before. After `wake_up` it begins at 0 again.
         """
-        stats: EngineStats = self._last_stats or await self._ask("stats")
-        return stats
+        return self._last_stats or await self._ask("stats")
 
     async def is_sleeping(self) -> bool:
         return self._last_stats is not None
@@ -372,12 +365,12 @@ class AsyncEngine(EngineProperties):
         if self._last_stats is None:
             self._dispatcher.check()
 
-    async def _in_pool(self, kind: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _in_pool(self, kind: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         self._check()
         read = partial(self._read, function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._pools[kind], read)
 
-    def _read(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _read(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """What the engine reads of a request; why it has ended, if it has."""
         self._check()
         try:

@@ -256,7 +256,7 @@ class Dispatcher:
         self._unanswered: dict[int, ReplyFuture] = {}
         self._unread: set[int] = set()
         self._done: list[ReplyFuture] = []
-        self._busy_since = time.monotonic()
+        self.busy_since = time.monotonic()  # when it last got something to do after it had nothing
         self._is_draining = False
         self.end: BaseException | None = None
 
@@ -266,11 +266,6 @@ class Dispatcher:
     def is_working(self) -> bool:
         """Whether the engine has yet to answer anybody."""
         return bool(self._unanswered)
-
-    @property
-    def busy_since(self) -> float:
-        """When it last got something to do after it had nothing, in seconds of `time.monotonic()`."""
-        return self._busy_since
 
     def begin(self, prepared: EngineRequest, notifier: Notifier) -> ReplyFuture:
         """Queue a request; its outputs come into the slot. Raises what has ended the engine, if something has."""
@@ -294,7 +289,7 @@ class Dispatcher:
 
     def _open(self, slot: ReplyFuture, message: Message) -> None:
         if not self._unanswered:
-            self._busy_since = time.monotonic()
+            self.busy_since = time.monotonic()
         self._unanswered[slot.key] = slot
         try:
             self.check()  # after it can be found: whatever ends the engine from now on finds it

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from d3engine.errors import EngineClosedError, EngineDeadError
 from d3engine.request.engine_request import EngineRequest
@@ -114,19 +114,6 @@ def _begins_or_ends(output: RequestOutput) -> bool:
     return any(answer.finish_reason is not None for answer in output.outputs)
 
 
-class HeartbeatClock(Protocol):
-    """When a loop last began to wait or to step, in seconds of `time.monotonic()`."""
-
-    last_turn: float
-
-
-class LocalHeartbeatClock:
-    """Of a loop in this process."""
-
-    def __init__(self) -> None:
-        self.last_turn = time.monotonic()
-
-
 class EngineLoop:
     """One engine, which only this loop may touch from now on.
 
@@ -134,10 +121,11 @@ class EngineLoop:
         engine: the engine, which the caller of `run` closes.
         hand_over: gets replies as an `OutputBatcher` lets them go; must not raise.
         before_step: called before each step; for tests, which make it hang or fail there.
-        pulse: where it writes at every turn when that was.
+        beat: gets the time of every turn.
 
     Attributes:
         inbox: where messages are put, by any thread.
+        last_turn: when it last began to wait or to step, in seconds of `time.monotonic()`.
     """
 
     def __init__(
@@ -145,10 +133,11 @@ class EngineLoop:
         engine: Engine,
         hand_over: Callable[[list[Reply]], None],
         before_step: Callable[[], object] | None = None,
-        pulse: HeartbeatClock | None = None,
+        beat: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self.inbox: SimpleQueue[Message] = SimpleQueue()
-        self.pulse = pulse or LocalHeartbeatClock()
+        self._beat = beat
+        self.last_turn = time.monotonic()
         self._engine = engine
         self._batcher = OutputBatcher(hand_over)
         self._before_step = before_step
@@ -253,4 +242,5 @@ class EngineLoop:
         self._batcher.send(more_is_soon=self._engine.is_ahead())
 
     def _turn(self) -> None:
-        self.pulse.last_turn = time.monotonic()
+        self.last_turn = time.monotonic()
+        self._beat(self.last_turn)

@@ -57,8 +57,7 @@ class SharedHeartbeatClock:
         seconds: float = _FORM.unpack_from(self._memory)[0]
         return seconds
 
-    @last_turn.setter
-    def last_turn(self, seconds: float) -> None:
+    def beat(self, seconds: float) -> None:
         _FORM.pack_into(self._memory, 0, seconds)
 
 

@@ -24,7 +24,7 @@ class EngineThread:
 
     @property
     def last_turn(self) -> float:
-        return self._loop.pulse.last_turn
+        return self._loop.last_turn
 
     def send(self, message: Message) -> None:
         self._loop.inbox.put(message)

@@ -50,9 +50,8 @@ def main() -> None:
         return
     freeze_loaded()
     _send(replies, [_ready(engine)])
-    loop = EngineLoop(
-        engine, lambda batch: _send(replies, map(_reply, batch)), pulse=SharedHeartbeatClock(Path(start.pulse))
-    )
+    beat = SharedHeartbeatClock(Path(start.pulse)).beat
+    loop = EngineLoop(engine, lambda batch: _send(replies, map(_reply, batch)), beat=beat)
     threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()
     _end(replies, loop.run_to_end())
 

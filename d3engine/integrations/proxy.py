@@ -300,11 +300,17 @@ class Replica:
 
         Closing the generator, or cancelling its reader, ends the request.
         """
-        queue = _MessageQueue()
-        answering = asyncio.create_task(self._app(scope, whole(body), queue.send))
-        answering.add_done_callback(queue.end)
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._app(scope, whole(body), sent.put))
+        answering.add_done_callback(lambda _: sent.put_nowait(None))
+        messages: list[Message] = []
         try:
-            while messages := await queue.take():
+            while (message := await sent.get()) is not None:
+                messages.append(message)
+                if sent.empty():
+                    yield messages
+                    messages = []
+            if messages:
                 yield messages
             await answering
         finally:
@@ -324,31 +330,6 @@ class Replica:
 
     async def close(self) -> None:
         await self._engine.close()
-
-
-class _MessageQueue:
-    """A queue of the messages that an app has sent."""
-
-    def __init__(self) -> None:
-        self._messages: list[Message] = []
-        self._has_messages = asyncio.Event()
-        self._has_ended = False
-
-    async def send(self, message: Message) -> None:
-        self._messages.append(message)
-        self._has_messages.set()
-
-    def end(self, _: object) -> None:
-        self._has_ended = True
-        self._has_messages.set()
-
-    async def take(self) -> list[Message]:
-        """All waiting messages, as soon as there is one; empty after the end."""
-        await self._has_messages.wait()
-        if not self._has_ended:
-            self._has_messages.clear()
-        taken, self._messages = self._messages, []
-        return taken
 
 
 RESPONSES = "/v1/responses"

@@ -291,7 +291,7 @@ async def test_short_input_is_read_at_once_and_long_by_a_thread(
 ) -> None:
     """A short input is read at once, and anything else by a thread."""
     engine = make_async()
-    readers = watch(monkeypatch, engine._front, "prepare", lambda *given: threading.current_thread())
+    readers = watch(monkeypatch, engine._front, "prepare", lambda *given, **named: threading.current_thread())
     with suppress(InvalidValueError):  # the long one is too long for this model
         await engine.prepare(prompt, params)
     assert [reader is not threading.current_thread() for reader in readers] == [by_thread]

@@ -26,12 +26,12 @@ class SlowReading:
         self._prepare = engine._front.prepare
         engine._front.prepare = self
 
-    def __call__(self, prompt: Any, params: Any = None, *others: Any) -> Any:
+    def __call__(self, prompt: Any, params: Any = None, *others: Any, **named: Any) -> Any:
         if _kind_of(prompt, params) != "short":
             self.begun.release()
             assert self.go.wait(HANG_SECONDS)
             prompt, params = [11, 12], greedy(1)
-        return self._prepare(prompt, params, *others)
+        return self._prepare(prompt, params, *others, **named)
 
 
 @pytest.mark.parametrize(

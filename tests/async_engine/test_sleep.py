@@ -124,8 +124,7 @@ def test_the_prefix_cache_file_is_written_and_read(tmp_path: Path) -> None:
     running(act, prefix_cache_file=tmp_path / "prefixes")
 
 
-@pytest.mark.parametrize("transport", ["thread", "process"])
-def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path, transport: str) -> None:
+def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path) -> None:
     """One that was loaded at run time is there again, and one that was unloaded is not."""
     for seed, name in enumerate(("first", "second")):
         (tmp_path / name).mkdir()
@@ -141,7 +140,7 @@ def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path, transport: st
         assert list(engine.lora_adapters) == ["second"]
         assert (await answer(engine, "second")).outputs[0] == before != (await answer(engine)).outputs[0]
 
-    running(act, transport=transport, lora_modules=[f"first={tmp_path / 'first'}"])
+    running(act, lora_modules=[f"first={tmp_path / 'first'}"])
 
 
 @on_a_loop

@@ -24,8 +24,9 @@ from depth_oracle import (
 from families import make_family
 from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker
+from stepping import generated, greedy
 from tiny_models import TinyLlama
-from transformers_oracle import assert_same_tokens, greedy
+from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
@@ -75,25 +76,25 @@ def make_engine(model: TinyLlama) -> MakeEngine:
     return maker(model.directory, max_model_len=64)
 
 
-def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
-    given: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "depth": policy}
-    return SamplingParams(**(given | changes))
+def asked(policy: DepthPolicy, max_tokens: int = TOKENS, **changes: Any) -> SamplingParams:
+    return greedy(max_tokens, depth=policy, **changes)
 
 
 PROMPTS = [[37 * (nth + place) % 300 for place in range(2 + 2 * nth)] for nth in range(len(BRIDGED) + len(BARE))]
 
 
+def oracle(model: Any, prompt: list[int], policy: tuple[DepthPolicy, ActiveLayers], maps: Maps | None) -> DepthAnswer:
+    return greedy_at_depth(model, prompt, TOKENS, policy[1], getattr(policy[0], "on_skip", "none"), maps)
+
+
 @pytest.fixture(scope="module")
 def wanted(model: TinyLlama, maps: Maps) -> list[DepthAnswer]:
     """What the oracle answers to `PROMPTS` under each policy."""
-
-    def answer(nth: int, policy: DepthPolicy, active: ActiveLayers, maps: Maps | None) -> DepthAnswer:
-        return greedy_at_depth(model.model, PROMPTS[nth], TOKENS, active, getattr(policy, "on_skip", "none"), maps)
-
-    bridged = [answer(nth, *pair, maps) for nth, pair in enumerate(BRIDGED)]
-    for nth, pair in enumerate(BRIDGED):
-        assert bridged[nth].token_ids != answer(nth, *pair, None).token_ids, "a bridge that changes nothing"
-    return bridged + [answer(len(BRIDGED) + nth, *pair, None) for nth, pair in enumerate(BARE)]
+    bridged = [oracle(model.model, *pair, maps) for pair in zip(PROMPTS, BRIDGED, strict=False)]
+    bare = [oracle(model.model, *pair, None) for pair in zip(PROMPTS, BRIDGED + BARE, strict=True)]
+    for one, other in zip(bridged, bare, strict=False):
+        assert one.token_ids != other.token_ids, "a bridge that changes nothing"
+    return bridged + bare[len(BRIDGED) :]
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
@@ -103,25 +104,20 @@ def test_a_batch_of_many_policies_equals_the_oracle(
     with make_engine(enforce_eager=enforce_eager) as engine:
         params = [asked(policy) for policy, _ in (*BRIDGED, *BARE)]
         outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-    for output, answer in zip(outputs, wanted, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
-        assert output.outputs[0].depths == answer.depths
+    assert_answers(outputs, wanted, tie=1e-3)
 
 
-@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 @pytest.mark.parametrize("model_type", ["olmo2", "gemma2"])
-def test_layers_with_norms_behind_are_crossed(model_type: str, enforce_eager: bool, maps: Maps, tmp_path: Path) -> None:
+def test_layers_with_norms_behind_are_crossed(model_type: str, maps: Maps, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": SIZE, "intermediate_size": 48}
     directory, model = make_family(tmp_path, (model_type, {"query_pre_attn_scalar": 8}), (), **sizes)
     write_maps(maps, directory, directory / BRIDGES_FILE)
     policies = [BRIDGED[nth] for nth in (0, 1, -1)]
-    with Engine(directory, skip_tokenizer_init=True, device="cpu", enforce_eager=enforce_eager) as engine:
-        prompts = PROMPTS[: len(policies)]
-        outputs = engine.generate(prompts, [asked(policy) for policy, _ in policies], use_tqdm=False)
-    for prompt, output, (policy, active) in zip(prompts, outputs, policies, strict=True):
-        answer = greedy_at_depth(model, prompt, TOKENS, active, getattr(policy, "on_skip", "none"), maps)
-        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
-        assert output.outputs[0].depths == answer.depths
+    prompts, params = PROMPTS[: len(policies)], [asked(policy) for policy, _ in policies]
+    answers = [oracle(model, *pair, maps) for pair in zip(prompts, policies, strict=True)]
+    for enforce_eager in (True, False):
+        outputs = generated(directory, prompts, params, device="cpu", enforce_eager=enforce_eager)
+        assert_answers(outputs, answers, tie=1e-3)
 
 
 def test_a_bridge_writes_no_entries_so_as_much_memory_is_freed(make_engine: MakeEngine) -> None:
@@ -163,7 +159,8 @@ def test_bridges_change_what_is_drafted_and_no_token(
             outputs = engine.generate(prompts, asked(policy), use_tqdm=False)
             accepted.append((engine.stats().drafted_tokens, engine.stats().accepted_tokens))
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert_same_tokens(output.outputs[0].token_ids, greedy(model.model, prompt, TOKENS), tie=1e-3)
+            found = output.outputs[0].token_ids
+            assert_same_tokens(found, greedy_after(model.model, prompt, found), tie=1e-3)
     assert accepted[0] != accepted[1]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from depth_oracle import DepthAnswer, Exit, greedy_with_exits
 from fixture_types import MakeLlama, MakePrompts
+from stepping import generated, greedy
 from tiny_models import TinyLlama
-from transformers_oracle import assert_same_tokens, greedy_after
+from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 from watching import watch
 
 from d3engine import D3, Engine, EngineDeadError, FullDepth, InvalidValueError, RequestOutput, SamplingParams
@@ -47,24 +48,14 @@ def oracle(
     return greedy_with_exits(tiny.model, prompts, num_tokens, rule, policy.on_skip, batch_min=batch_min)
 
 
-def params(depth: DepthPolicy | None = None, **changes: Any) -> SamplingParams:
-    given: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "depth": depth}
-    return SamplingParams(**(given | changes))
+def params(depth: DepthPolicy | None = None, max_tokens: int = NUM_TOKENS, **changes: Any) -> SamplingParams:
+    return greedy(max_tokens, depth=depth, **changes)
 
 
 def run(
     tiny: TinyLlama, depth: DepthPolicy, prompts: list[list[int]], given: SamplingParams | None = None, **options: Any
 ) -> list[RequestOutput]:
-    with Engine(tiny.directory, depth=depth, skip_tokenizer_init=True, **options) as engine:
-        outputs = engine.generate(prompts, given or params(), use_tqdm=False)
-        engine.scheduler.check_integrity()
-        return outputs
-
-
-def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
-    (completion,) = output.outputs
-    assert completion.depths == expected.depths
-    assert_same_tokens(completion.token_ids, expected)
+    return generated(tiny.directory, prompts, given or params(), depth=depth, **options)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +72,8 @@ def test_per_row_equals_the_oracle_alone_and_in_a_batch(
     policy = replace(RULES[name], on_skip=on_skip)
     prompts = make_prompts([5, 17, 1])
     expected = oracle(tiny, policy, prompts)
-    for output, answer in zip(run(tiny, policy, prompts, block_size=4), expected, strict=True):
-        assert_equals(output, answer)
-    (alone,) = run(tiny, policy, prompts[1:2], block_size=16)
-    assert_equals(alone, expected[1])
+    assert_answers(run(tiny, policy, prompts, block_size=4), expected)
+    assert_answers(run(tiny, policy, prompts[1:2], block_size=16), expected[1:2])
     depths = {depth for answer in expected for depth in answer.depths}
     assert len(depths) >= 3, "tokens that all leave at one layer would prove little"
 
@@ -96,16 +85,14 @@ def test_batch_min_equals_the_published_rule(
     policy = replace(AT_ONCE[name], on_skip=on_skip)
     prompts = make_prompts([5, 17, 9])
     expected = oracle(tiny, policy, prompts)
-    for output, answer in zip(run(tiny, policy, prompts), expected, strict=True):
-        assert_equals(output, answer)
+    assert_answers(run(tiny, policy, prompts), expected)
     together = [answer.depths for answer in expected]
     assert together[0] == together[1] == together[2]
     assert len(set(together[0])) > 1
     assert oracle(tiny, replace(policy, batch="per_row"), prompts)[0].depths != together[0], (
         "company made no difference"
     )
-    (alone,) = run(tiny, policy, prompts[:1])
-    assert_equals(alone, oracle(tiny, policy, prompts[:1])[0])
+    assert_answers(run(tiny, policy, prompts[:1]), oracle(tiny, policy, prompts[:1]))
 
 
 def test_batch_min_lets_all_rows_of_a_step_leave_together(tiny: TinyLlama, make_prompts: MakePrompts) -> None:
@@ -154,11 +141,9 @@ def test_batch_min_binds_rows_of_equal_rules_alone(tiny: TinyLlama, make_prompts
     free = replace(bound, batch="per_row")
     prompts = make_prompts([5, 17, 9, 12])
     policies: list[DepthPolicy] = [bound, free, FullDepth(), bound]
-    with Engine(tiny.directory, skip_tokenizer_init=True) as engine:
-        outputs = engine.generate(prompts, [params(policy) for policy in policies], use_tqdm=False)
-    for output, answer in zip((outputs[0], outputs[3]), oracle(tiny, bound, [prompts[0], prompts[3]]), strict=True):
-        assert_equals(output, answer)
-    assert_equals(outputs[1], oracle(tiny, free, prompts[1:2])[0])
+    outputs = generated(tiny.directory, prompts, [params(policy) for policy in policies])
+    assert_answers([outputs[0], outputs[3]], oracle(tiny, bound, [prompts[0], prompts[3]]))
+    assert_answers(outputs[1:2], oracle(tiny, free, prompts[1:2]))
     deep = outputs[2].outputs[0].token_ids
     assert_same_tokens(deep, greedy_after(tiny.model, prompts[2], deep))
 
@@ -250,8 +235,7 @@ def test_the_threshold_falls_over_the_requests_own_max_tokens(tiny: TinyLlama, m
     prompts = make_prompts([90, 70], seed=3)
     for tokens in (12, 30):
         outputs = run(tiny, policy, prompts, params(max_tokens=tokens))
-        for output, answer in zip(outputs, oracle(tiny, policy, prompts, tokens), strict=True):
-            assert_equals(output, answer)
+        assert_answers(outputs, oracle(tiny, policy, prompts, tokens))
     assert ExitRule("softmax_max", 0.5).threshold_at(0, 100) == 0.5
     assert ExitRule("softmax_max", 0.5).threshold_at(25, 100) == pytest.approx(0.45 + 0.05 * 0.36787944117)
 
@@ -302,7 +286,7 @@ def test_a_pool_too_small_for_all_changes_no_token_and_no_depth(tiny: TinyLlama,
     for place in (0, 1, 3):
         policy = policies[place]
         assert isinstance(policy, EarlyExit)
-        assert_equals(outputs[place], oracle(tiny, policy, [prompts[place]])[0])
+        assert_answers([outputs[place]], oracle(tiny, policy, [prompts[place]]))
 
 
 class RuleBesideASkippingSchedule(DepthPolicy):

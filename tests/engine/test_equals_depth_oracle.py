@@ -20,10 +20,11 @@ from depth_oracle import (
     unified_skip,
 )
 from fixture_types import MakeLlama, MakePrompts
-from tiny_models import TinyLlama
-from transformers_oracle import assert_same_tokens, greedy
+from stepping import generated
+from stepping import greedy as asked
+from transformers_oracle import assert_answers, assert_same_tokens, greedy
 
-from d3engine import Engine, RequestOutput, SamplingParams
+from d3engine import Engine, SamplingParams
 from d3engine.depth import D3, DepthPolicy, FixedSkip, FullDepth, LayerTable, Nested, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.depth.schedule import OnSkip
 
@@ -117,23 +118,6 @@ TABLE_RULES = [  # and the size of blocks: each rule with both
 ]
 
 
-def params(depth: DepthPolicy | None = None, max_tokens: int = NUM_TOKENS) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=depth)
-
-
-def run(
-    tiny: TinyLlama, depth: DepthPolicy, prompts: list[list[int]], given: SamplingParams | None = None, **options: int
-) -> list[RequestOutput]:
-    with Engine(tiny.directory, depth=depth, skip_tokenizer_init=True, **options) as engine:  # type: ignore[arg-type]
-        return engine.generate(prompts, given or params(), use_tqdm=False)
-
-
-def assert_equals(output: RequestOutput, expected: DepthAnswer) -> None:
-    (completion,) = output.outputs
-    assert_same_tokens(completion.token_ids, expected)
-    assert completion.depths == expected.depths
-
-
 def test_oracle_at_full_depth_is_transformers_own_generate(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
     for prompt in make_prompts(LENGTHS):
@@ -151,9 +135,8 @@ def test_nested_schedules_equal_the_oracle(name: str, tiny_llama: MakeLlama, mak
     rules = [("none", 4), ("project", 16)] + [("copy", 4)] * (0 in active(10**9))  # "copy" needs a layer below
     for rule, block_size in rules:
         skipping = replace(policy, on_skip=rule)  # type: ignore[type-var]
-        outputs = run(tiny, skipping, prompts, params(max_tokens=NESTED_TOKENS), block_size=block_size)
-        for output, answer in zip(outputs, expected, strict=True):
-            assert_equals(output, answer)
+        outputs = generated(tiny.directory, prompts, asked(NESTED_TOKENS, depth=skipping), block_size=block_size)
+        assert_answers(outputs, expected)
 
 
 @pytest.mark.parametrize(("name", "on_skip", "block_size"), TABLE_RULES)
@@ -166,8 +149,8 @@ def test_tables_whose_layers_wake_again_equal_the_oracle(
     assert not policy.schedule(LAYERS).is_nested
     prompts = make_prompts(LENGTHS)
     expected = [greedy_at_depth(tiny.model, prompt, NUM_TOKENS, layer_table(rows), on_skip) for prompt in prompts]
-    for output, answer in zip(run(tiny, policy, prompts, block_size=block_size), expected, strict=True):
-        assert_equals(output, answer)
+    outputs = generated(tiny.directory, prompts, asked(NUM_TOKENS), depth=policy, block_size=block_size)
+    assert_answers(outputs, expected)
 
 
 def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
@@ -184,12 +167,14 @@ def test_entries_of_a_skipped_layer_decide_later_tokens(tiny_llama: MakeLlama, m
 
 def test_the_depths_of_an_answer_are_those_of_the_formula(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     tiny = tiny_llama(**DEEP)
-    outputs = run(tiny, D3(0.9, 0.6), make_prompts(LENGTHS), params(max_tokens=9))
-    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 6, 6, 6, 6]] * 2
-    outputs = run(tiny, D3(0.9, 0.3, tail=2), make_prompts(LENGTHS), params(max_tokens=9))
-    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 5, 5, 5, 5]] * 2
-    outputs = run(tiny, SkipDecode(9, 2), make_prompts(LENGTHS), params(max_tokens=10))
-    assert [output.outputs[0].depths for output in outputs] == [[10, 9, 8, 7, 6, 5, 4, 3, 2, 2]] * 2
+    depths = {
+        D3(0.9, 0.6): [10, 9, 8, 7, 6, 6, 6, 6, 6, 6],
+        D3(0.9, 0.3, tail=2): [10, 9, 8, 7, 6, 5, 5, 5, 5, 5],
+        SkipDecode(9, 2): [10, 9, 8, 7, 6, 5, 4, 3, 2, 2],
+    }
+    prompts = make_prompts([5] * len(depths))
+    outputs = generated(tiny.directory, prompts, [asked(10, depth=policy) for policy in depths])
+    assert [output.outputs[0].depths for output in outputs] == list(depths.values())
 
 
 # Who is who in a batch where everybody has a schedule of its own.
@@ -215,7 +200,7 @@ def mixed(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> list[tuple[list[i
     model = tiny_llama(**DEEP).model
     prompts = make_prompts(MIXED_LENGTHS, seed=2)
     return [
-        (prompt, params(policy), greedy_at_depth(model, prompt, NUM_TOKENS, active, rule))
+        (prompt, asked(NUM_TOKENS, depth=policy), greedy_at_depth(model, prompt, NUM_TOKENS, active, rule))
         for prompt, (policy, active, rule) in zip(prompts, MIXED, strict=True)
     ]
 
@@ -232,10 +217,8 @@ def mixed(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> list[tuple[list[i
 def test_a_batch_of_many_schedules_equals_the_oracle(
     options: dict[str, int], mixed: list[tuple[list[int], SamplingParams, DepthAnswer]], tiny_llama: MakeLlama
 ) -> None:
-    with Engine(tiny_llama(**DEEP).directory, skip_tokenizer_init=True, **options) as engine:  # type: ignore[arg-type]
-        outputs = engine.generate([one[0] for one in mixed], [one[1] for one in mixed], use_tqdm=False)
-    for output, (_, _, expected) in zip(outputs, mixed, strict=True):
-        assert_equals(output, expected)
+    prompts, params, expected = zip(*mixed, strict=True)
+    assert_answers(generated(tiny_llama(**DEEP).directory, list(prompts), params, **options), expected)
 
 
 def test_preempted_and_replayed_sequences_equal_the_oracle(
@@ -251,8 +234,7 @@ def test_preempted_and_replayed_sequences_equal_the_oracle(
     ) as engine:
         outputs = engine.generate([one[0] for one in mixed], [one[1] for one in mixed], use_tqdm=False)
         assert engine.stats().num_preemptions > 5
-    for output, (_, _, expected) in zip(outputs, mixed, strict=True):
-        assert_equals(output, expected)
+    assert_answers(outputs, [expected for _, _, expected in mixed])
 
 
 def test_shared_prompt_is_read_at_full_depth_by_every_rule(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
@@ -260,6 +242,6 @@ def test_shared_prompt_is_read_at_full_depth_by_every_rule(tiny_llama: MakeLlama
     (prompt,) = make_prompts([30], seed=3)
     with Engine(tiny.directory, skip_tokenizer_init=True, block_size=4) as engine:
         for place, (policy, active, rule) in enumerate(MIXED[:6]):
-            (output,) = engine.generate([prompt], params(policy, 32), use_tqdm=False)
+            (output,) = engine.generate([prompt], asked(32, depth=policy), use_tqdm=False)
             assert output.num_cached_tokens == (28 if place else 0)
-            assert_equals(output, greedy_at_depth(tiny.model, prompt, 32, active, rule))
+            assert_answers([output], [greedy_at_depth(tiny.model, prompt, 32, active, rule)])

@@ -4,6 +4,7 @@ tokens."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from configs import llama3_rope
 from fixture_types import MakeLlama, MakePrompts
+from stepping import generated
+from stepping import greedy as asked
 from transformers import LlamaForCausalLM
 from transformers_oracle import assert_same_tokens, greedy, greedy_after, prompt_logprobs
 
@@ -18,7 +21,7 @@ from d3engine import Engine, FullDepth, RequestOutput, SamplingParams
 from d3engine.engine.model_directory import model_directory
 
 NUM_TOKENS = 48
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = asked(NUM_TOKENS)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "multi-head": {"num_key_value_heads": 4},
@@ -54,13 +57,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 MODELS = LAYOUTS | {f"{name} rope": {"rope_parameters": rope} for name, rope in ROPES.items()}
 
 
-def run(
-    directory: Path | str, prompts: list[list[int]], params: SamplingParams = GREEDY, **options: Any
-) -> list[RequestOutput]:
-    with Engine(directory, skip_tokenizer_init=True, **options) as engine:
-        return engine.generate(prompts, params, use_tqdm=False)
-
-
 def assert_equals_transformers(outputs: list[RequestOutput], model: LlamaForCausalLM, tie: float = 0.0) -> None:
     """In one pass, which takes no time; `assert_equals_generate` goes through the loop of transformers."""
     for output in outputs:
@@ -78,28 +74,15 @@ def assert_equals_generate(outputs: list[RequestOutput], model: LlamaForCausalLM
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal_transformers(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
+    """So do the log-probabilities of the prompts."""
     directory, model = tiny_llama(**MODELS[name])
-    outputs = run(directory, make_prompts([1, 16, 39], vocab_size=model.config.vocab_size))
+    prompts = make_prompts([1, 16, 39], vocab_size=model.config.vocab_size)
+    outputs = generated(directory, prompts, replace(GREEDY, prompt_logprobs=64))
     answers = [output.outputs[0].token_ids for output in outputs]
     assert [len(answer) for answer in answers] == [NUM_TOKENS] * 3
     assert_equals_transformers(outputs, model)
-
-
-@pytest.mark.parametrize("name", ["grouped-query in threes", "llama3 rope"])
-def test_greedy_tokens_equal_those_of_transformers(name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
-    directory, model = tiny_llama(**MODELS[name])
-    assert_equals_generate(run(directory, make_prompts([16])), model)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_log_probabilities_of_a_whole_prompt_equal_transformers(
-    name: str, tiny_llama: MakeLlama, make_prompts: MakePrompts
-) -> None:
-    directory, model = tiny_llama(**MODELS[name])
-    prompts = make_prompts([50, 33], seed=1, vocab_size=model.config.vocab_size)
-    outputs = run(directory, prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=64))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert_prompt_logprobs(output, prompt_logprobs(model, prompt))
+    for output in outputs[1:]:
+        assert_prompt_logprobs(output, prompt_logprobs(model, output.prompt_token_ids))
 
 
 def test_logprobs_of_a_chunked_prompt_equal_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
@@ -107,7 +90,7 @@ def test_logprobs_of_a_chunked_prompt_equal_transformers(tiny_llama: MakeLlama, 
     directory, model = tiny_llama()
     prompts = make_prompts([50, 33, 8], seed=2)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=64)
-    for output in run(directory, prompts, params, max_num_seqs=2, max_num_batched_tokens=7):
+    for output in generated(directory, prompts, params, max_num_seqs=2, max_num_batched_tokens=7):
         assert_prompt_logprobs(output, prompt_logprobs(model, output.prompt_token_ids))
 
 
@@ -124,18 +107,22 @@ def assert_prompt_logprobs(output: RequestOutput, expected: torch.Tensor) -> Non
         torch.testing.assert_close(values, expected[position, list(found)], rtol=0, atol=1e-4)
 
 
+def logprobs_of(output: RequestOutput, token_ids: list[int]) -> list[float]:
+    """Of the generated tokens, which must be these."""
+    (completion,) = output.outputs
+    assert completion.token_ids == token_ids
+    assert completion.logprobs is not None
+    return [row[token].logprob for row, token in zip(completion.logprobs, token_ids, strict=True)]
+
+
 def test_logprobs_of_generated_tokens_equal_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     """Log probabilities of generated tokens equal transformers."""
     directory, model = tiny_llama()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=3)
-    for output in run(directory, make_prompts([4, 30], seed=3), params):
-        (completion,) = output.outputs
+    for output in generated(directory, make_prompts([4, 30], seed=3), params):
         answer = greedy(model, output.prompt_token_ids, NUM_TOKENS)
-        assert completion.token_ids == answer.token_ids
-        assert completion.logprobs is not None
-        found = [logprobs[token].logprob for logprobs, token in zip(completion.logprobs, answer.token_ids, strict=True)]
-        assert found == pytest.approx(answer.logprobs, abs=1e-4)
-        assert completion.cumulative_logprob == pytest.approx(sum(answer.logprobs), abs=1e-3)
+        assert logprobs_of(output, answer.token_ids) == pytest.approx(answer.logprobs, abs=1e-4)
+        assert output.outputs[0].cumulative_logprob == pytest.approx(sum(answer.logprobs), abs=1e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 4, "max_num_batched_tokens": 9}], ids=["whole", "in pieces"])
@@ -146,7 +133,7 @@ def test_dynamic_rope_across_the_trained_length_is_transformers(
     trained = 48
     directory, model = tiny_llama(rope_parameters=DYNAMIC, max_position_embeddings=trained)
     lengths = [20, trained - 1, trained, trained + 1, 77]  # answers that cross it, prompts on either side of it
-    outputs = run(directory, make_prompts(lengths), max_model_len=160, **options)
+    outputs = generated(directory, make_prompts(lengths), GREEDY, max_model_len=160, **options)
     assert_equals_generate(outputs, model)  # whose frequencies change from token to token
 
 
@@ -164,13 +151,9 @@ def test_positions_past_8192_are_the_same(
     )
     (prompt,) = make_prompts([8200])
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
-    (output,) = run(directory, [prompt], params, max_num_batched_tokens=1024, max_num_seqs=1)
-    (completion,) = output.outputs
+    (output,) = generated(directory, [prompt], params, max_num_batched_tokens=1024, max_num_seqs=1)
     answer = greedy(model, prompt, 24)
-    assert completion.token_ids == answer.token_ids
-    assert completion.logprobs is not None
-    found = [logprobs[token].logprob for logprobs, token in zip(completion.logprobs, answer.token_ids, strict=True)]
-    assert found == pytest.approx(answer.logprobs, abs=1e-3)
+    assert logprobs_of(output, answer.token_ids) == pytest.approx(answer.logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize(("budget", "block_size"), [(3, 1), (3, 16), (8, 5), (23, 4), (16, 16)])
@@ -181,7 +164,7 @@ def test_prompts_computed_in_pieces_equal_transformers(
     prompts = make_prompts([61, 2, 30, 9], seed=4)
     options = {"max_num_seqs": 3, "max_num_batched_tokens": budget, "block_size": block_size}
     params = SamplingParams(temperature=0, max_tokens=24)
-    assert_equals_transformers(run(directory, prompts, params, **options), model)
+    assert_equals_transformers(generated(directory, prompts, params, **options), model)
 
 
 def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
@@ -189,8 +172,7 @@ def test_batch_that_requests_join_and_leave_is_transformers(tiny_llama: MakeLlam
     directory, model = tiny_llama()
     prompts = make_prompts([3, 50, 17, 1, 33, 8, 25, 64, 12, 5], seed=5)
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (64, 9, 30, 70, 1, 64, 20, 2, 40, 66)]
-    with Engine(directory, skip_tokenizer_init=True, max_num_seqs=4) as engine:
-        outputs = engine.generate(prompts, params, use_tqdm=False)
+    outputs = generated(directory, prompts, params, max_num_seqs=4)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     assert_equals_transformers(outputs, model)
 
@@ -211,7 +193,7 @@ def test_shards_give_the_tokens_of_a_single_file(tied: bool, tiny_llama: MakeLla
     directory, model = tiny_llama(max_shard_size="30KB", tie_word_embeddings=tied)
     assert not (directory / "model.safetensors").exists()
     assert len(list(directory.glob("model-*.safetensors"))) > 3
-    assert_equals_transformers(run(directory, make_prompts([9])), model)
+    assert_equals_transformers(generated(directory, make_prompts([9]), GREEDY), model)
 
 
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
@@ -221,7 +203,7 @@ def test_both_spellings_of_the_config_give_the_same_tokens(
 ) -> None:
     directory, model = tiny_llama(rope_parameters=ROPES[name])
     prompts = make_prompts([40])
-    outputs = run(directory, prompts)
+    outputs = generated(directory, prompts, GREEDY)
     old = tmp_path / "old"
     shutil.copytree(directory, old)
     config = json.loads((old / "config.json").read_text())
@@ -232,7 +214,7 @@ def test_both_spellings_of_the_config_give_the_same_tokens(
     config["rope_scaling"] = None if rope[type_key] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     (old / "config.json").write_text(json.dumps(config))
-    assert run(old, prompts)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert generated(old, prompts, GREEDY)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
     assert_equals_transformers(outputs, model)
 
 
@@ -250,7 +232,7 @@ def bfloat16_and_float32(directory: Path, model: LlamaForCausalLM) -> LlamaForCa
 
 def test_bfloat16_tokens_differ_only_at_near_ties(tiny_llama: MakeLlama, make_prompts: MakePrompts) -> None:
     directory, model = tiny_llama(num_hidden_layers=2)
-    outputs = run(directory, make_prompts([5, 12, 30, 18, 40, 7], seed=7), dtype="bfloat16")
+    outputs = generated(directory, make_prompts([5, 12, 30, 18, 40, 7], seed=7), GREEDY, dtype="bfloat16")
     assert_equals_transformers(outputs, bfloat16_and_float32(directory, model), tie=BFLOAT16_TIE)
 
 
@@ -259,7 +241,7 @@ def test_bfloat16_ranks_prompt_tokens_as_float32_does(tiny_llama: MakeLlama, mak
     directory, model = tiny_llama(num_hidden_layers=2)
     (prompt,) = make_prompts([400], seed=8)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    (output,) = run(directory, [prompt], params, dtype="bfloat16", max_num_batched_tokens=64)
+    (output,) = generated(directory, [prompt], params, dtype="bfloat16", max_num_batched_tokens=64)
     expected = prompt_logprobs(bfloat16_and_float32(directory, model), prompt)
     best = expected.topk(2, dim=-1)
     clear = (best.values[:, 0] - best.values[:, 1] >= BFLOAT16_TIE).tolist()
@@ -294,6 +276,5 @@ def test_converted_llama2c_checkpoint_tells_its_story(shared_data: Path, tmp_pat
     story = [int(token) for token in (folder / "greedy_from_bos.txt").read_text().split()]
     assert len(story) == 129
     convert_llama2c(folder / "stories260K.bin", tmp_path / "model", show_progress=False)
-    params = SamplingParams(temperature=0, max_tokens=len(story), ignore_eos=True)
-    (output,) = run(tmp_path / "model", [[1]], params)
+    (output,) = generated(tmp_path / "model", [[1]], asked(len(story)))
     assert output.outputs[0].token_ids == story

@@ -62,9 +62,10 @@ def alone(kinds: Callable[[str], Kind]) -> Iterator[Alone]:
         key = name, repr(request)
         if key not in known:
             asked = kinds(name).asked_alone(request)
-            given: dict[str, Any] = {} if asked.lora is None else {"lora_request": asked.lora}
             with kinds(name).within():
-                (known[key],) = engine_of(name).generate(list(asked.prompt), asked.params, use_tqdm=False, **given)
+                (known[key],) = engine_of(name).generate(
+                    list(asked.prompt), asked.params, use_tqdm=False, lora_request=asked.lora
+                )
         return known[key]
 
     yield answer
@@ -177,8 +178,7 @@ def test_stream_ends_with_the_answer_alone(kinds: Callable[[str], Kind], alone: 
     """The last output of a stream is the whole answer; hidden states come with it alone."""
     with kinds(name).make() as engine:
         for request in kinds(name).requests(0):
-            given: dict[str, Any] = {} if request.lora is None else {"lora_request": request.lora}
-            *before, last = engine.stream(list(request.prompt), request.params, **given)
+            *before, last = engine.stream(list(request.prompt), request.params, lora_request=request.lora)
             assert all(output.outputs[0].hidden_states is None for output in before)
             kinds(name).same(last, alone(name, request), request)
 
@@ -203,14 +203,15 @@ def test_policy_answers_otherwise_than_full_depth(solo: Solo) -> None:
 
 
 @pytest.mark.parametrize(("name", "every"), [("policies", 1), ("8-bit cache", 2)])
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_policy_preempted_at_every_token_answers_as_alone(
-    kinds: Callable[[str], Kind], alone: Alone, name: str, every: int, policy: DepthPolicy
+def test_policies_preempted_at_every_token_answer_as_alone(
+    kinds: Callable[[str], Kind], alone: Alone, name: str, every: int
 ) -> None:
     """As soon as there are `every` new tokens: more often, and a replay of several pieces would never end."""
-    greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True, depth=policy, logprobs=1)
-    drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True, depth=policy)
-    requests = [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]
+    requests = []
+    for policy in POLICIES:
+        greedy = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True, depth=policy, logprobs=1)
+        drawn = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True, depth=policy)
+        requests += [Request(tuple(range(40, 49)), greedy), Request(tuple(range(40, 46)), drawn)]
     steps: dict[str, int] = {}
 
     def preempt(engine: Engine) -> None:
@@ -224,7 +225,7 @@ def test_policy_preempted_at_every_token_answers_as_alone(
         done = run_together(engine, requests, random.Random(1), before_step=preempt)
     for nth, request in enumerate(requests):
         assert_same(done[nth], alone(name, request))
-    assert engine.stats().num_preemptions == 10 // every + 8 // every
+    assert engine.stats().num_preemptions == len(POLICIES) * (10 // every + 8 // every)
 
 
 def test_eight_bits_change_what_is_answered(make_engine: MakeEngine, alone: Alone) -> None:
@@ -262,20 +263,21 @@ def test_request_beside_aborted_ones_answers_as_alone(make_engine: MakeEngine, s
     assert kv_is_back(engine)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_cached_prefix_answers_as_a_computed_one(make_engine: MakeEngine, solo: Solo, policy: DepthPolicy) -> None:
-    """Also in the next turn of a chat."""
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=policy)
-    first = Request(tuple(range(100, 116)), params)
+def test_cached_prefix_answers_as_a_computed_one(make_engine: MakeEngine, solo: Solo) -> None:
+    """Under each policy, and also in the next turn of a chat."""
     engine = make_engine()
-    answers = [engine.generate(list(first.prompt), params, use_tqdm=False)[0] for _ in range(2)]
-    # The next turn of a chat: the answer of a request that skipped layers is part of the new prompt.
-    turn = Request((*first.prompt, *answers[0].outputs[0].token_ids, 3), params)
-    next_turn = engine.generate(list(turn.prompt), params, use_tqdm=False)[0]
-    assert [answers[0].num_cached_tokens, answers[1].num_cached_tokens, next_turn.num_cached_tokens] == [0, 12, 16]
-    assert_same(answers[0], solo(first))
-    assert_same(answers[1], solo(first))
-    assert_same(next_turn, solo(turn))
+    for policy in POLICIES:
+        engine.reset_prefix_cache()
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, depth=policy)
+        first = Request(tuple(range(100, 116)), params)
+        answers = [engine.generate(list(first.prompt), params, use_tqdm=False)[0] for _ in range(2)]
+        # The next turn of a chat: the answer of a request that skipped layers is part of the new prompt.
+        turn = Request((*first.prompt, *answers[0].outputs[0].token_ids, 3), params)
+        next_turn = engine.generate(list(turn.prompt), params, use_tqdm=False)[0]
+        assert [answers[0].num_cached_tokens, answers[1].num_cached_tokens, next_turn.num_cached_tokens] == [0, 12, 16]
+        assert_same(answers[0], solo(first))
+        assert_same(answers[1], solo(first))
+        assert_same(next_turn, solo(turn))
 
 
 def test_sequences_of_a_request_differ_and_answer_as_alone(make_engine: MakeEngine, solo: Solo) -> None:

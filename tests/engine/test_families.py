@@ -14,11 +14,12 @@ from families import DENSE, NO_PAD, TIED, YARN, assert_answers_as, granite, long
 from multi_step import steps_by_itself
 from observers import observer_of
 from safetensors.torch import load_file, save_file
+from stepping import generated, greedy
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
-from transformers_oracle import assert_same_tokens, greedy_after
+from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 
-from d3engine import D3, Engine, SamplingParams
+from d3engine import D3, Engine
 from d3engine.depth import EarlyExit
 from d3engine.engine import resolve
 from d3engine.errors import ModelFormatError
@@ -27,8 +28,8 @@ from d3engine.research.bridges.passage import Passage
 from d3engine.weights_tools.inspection import verify_model
 from d3engine.weights_tools.quantize import quantize_model
 
-NUM_TOKENS = 64
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+NUM_TOKENS = 40
+GREEDY = greedy(NUM_TOKENS)
 
 MULTIPLIERS = granite(attention=0.11, residual=0.22, logits=5.0)
 LLAMA3 = llama3_rope(32, rope_theta=10_000.0)
@@ -263,33 +264,32 @@ NEW_LAYERS = [*OTHER_LAYERS, "Granite 4"]
 def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([9])
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32", depth=D3(alpha=0.9, start=0.4)) as engine:
-        (output,) = engine.generate([prompt], GREEDY, use_tqdm=False)
+    outputs = generated(directory, [prompt], GREEDY, dtype="float32", depth=D3(alpha=0.9, start=0.4))
     oracle = deepcopy(model)
     with torch.no_grad():  # what transformers' Granite multiplies outside of its layers
         oracle.model.embed_tokens.weight.mul_(getattr(model.config, "embedding_multiplier", 1.0))
         oracle.lm_head.weight.div_(getattr(model.config, "logits_scaling", 1.0))
     num_layers = model.config.num_hidden_layers
     answer = greedy_at_depth(oracle, prompt, NUM_TOKENS, d3(num_layers, 0.9, 0.4))
-    assert output.outputs[0].depths == answer.depths
+    assert_answers(outputs, [answer])
     assert min(answer.depths) < num_layers
-    assert_same_tokens(output.outputs[0].token_ids, answer)
 
 
-@pytest.mark.parametrize("executor", ["graphs", "native"])
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", *NEW_LAYERS])
 def test_executor_decoding_by_itself_answers_as_transformers(
-    name: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An executor that decodes by itself answers as transformers does."""
-    monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
-        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
-        assert steps_by_itself(engine) > NUM_TOKENS / 2
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, greedy_after(model, prompt, output.outputs[0].token_ids))
+    for executor in ("graphs", "native"):
+        monkeypatch.setattr(resolve, "executor_for", lambda *given, executor=executor: executor)
+        with Engine(directory, skip_tokenizer_init=True, dtype="float32") as engine:
+            outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+            assert steps_by_itself(engine) > NUM_TOKENS / 2
+        for prompt, output in zip(prompts, outputs, strict=True):
+            found = output.outputs[0].token_ids
+            assert_same_tokens(found, greedy_after(model, prompt, found))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
@@ -300,16 +300,13 @@ def test_quantized_layers_natively_answer_as_the_reference(
     """Quantized layers answer alike natively and by the reference."""
     directory, _ = make(tmp_path / "given", name)
     quantize_model(directory, tmp_path / "quantized", scheme, show_progress=False)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     answers = []
     for executor in ("eager", "native"):
         monkeypatch.setattr(resolve, "executor_for", lambda *given, executor=executor: executor)
-        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "activations": "float32"}
-        with Engine(tmp_path / "quantized", **options) as engine:
-            outputs = engine.generate(random_prompts([5, 14]), params, use_tqdm=False)
-        answers.append([output.outputs[0] for output in outputs])
-    for found, wanted in zip(*answers, strict=True):
-        assert found.token_ids == wanted.token_ids
+        options = {"dtype": "float32", "activations": "float32"}
+        outputs = generated(tmp_path / "quantized", random_prompts([5, 14]), GREEDY, **options)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", "OLMo 2", "Gemma 2", "Gemma 3", "GLM-4", "ERNIE 4.5"])
@@ -317,13 +314,10 @@ def test_projected_entries_are_those_of_the_layers(name: str, tmp_path: Path) ->
     """Entries projected for layers left out are those that the layers would make."""
     directory, model = make(tmp_path, name)
     prompts = random_prompts([5, 14])
-    with Engine(directory, skip_tokenizer_init=True, dtype="float32", depth=EarlyExit(0.1)) as engine:
-        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = generated(directory, prompts, GREEDY, dtype="float32", depth=EarlyExit(0.1))
     answers = greedy_with_exits(model, prompts, NUM_TOKENS, Exit("softmax_max", 0.1), "project")
-    for output, answer in zip(outputs, answers, strict=True):
-        assert output.outputs[0].depths == answer.depths
-        assert len(set(answer.depths)) > 1
-        assert_same_tokens(output.outputs[0].token_ids, answer)
+    assert_answers(outputs, answers)
+    assert all(len(set(answer.depths)) > 1 for answer in answers)
 
 
 @torch.inference_mode()

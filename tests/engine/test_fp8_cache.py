@@ -9,10 +9,11 @@ from batches import LAYERS, block_bytes
 from depth_oracle import ActiveLayers, d3, greedy_at_depth, layer_table
 from e4m3 import kept
 from fixture_types import MakeEngine, MakeLlama
+from stepping import generated, greedy
 from tiny_models import random_prompts, save_without_layer
-from transformers_oracle import assert_same_tokens
+from transformers_oracle import assert_answers
 
-from d3engine import D3, LLM, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
+from d3engine import D3, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.depth import DepthPolicy
 from d3engine.engine.memory import resolve_kv_cache_dtype
 from d3engine.errors import InvalidValueError
@@ -26,34 +27,30 @@ CASES: dict[str, tuple[DepthPolicy, ActiveLayers, str]] = {
     "layers that wake, copied": (LayerTable(WAKING, on_skip="copy"), layer_table(WAKING), "copy"),
     "layers that wake, projected": (LayerTable(WAKING, on_skip="project"), layer_table(WAKING), "project"),
 }
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "kv_cache_dtype": "fp8"}
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_over_8_bits_are_transformers(tiny_llama: MakeLlama, case: str, backend: str) -> None:
+def test_tokens_over_8_bits_are_transformers(tiny_llama: MakeLlama, case: str) -> None:
     """Tokens are those of transformers with a cache rounded number by number."""
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     policy, active, on_skip = CASES[case]
-    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = random_prompts([1, 21], seed=4)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "skip_tokenizer_init": True}
-    with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", backend=backend, **options) as engine:
-        outputs = engine.generate(prompts, greedy, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = greedy_at_depth(tiny.model, prompt, 32, active, on_skip, kept=kept)
-        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
+    answers = [greedy_at_depth(tiny.model, prompt, 32, active, on_skip, kept=kept) for prompt in prompts]
+    for backend in ("auto", "torch"):
+        outputs = generated(tiny.directory, prompts, greedy(32), depth=policy, backend=backend, **OPTIONS)
+        assert_answers(outputs, answers, tie=1e-3)
 
 
 def test_drafts_answer_as_full_depth_does_over_the_same_cache(tiny_llama: MakeLlama, tmp_path: Path) -> None:
     tiny = tiny_llama(num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=48)
     second = save_without_layer(tiny, 2, tmp_path)
     prompts = random_prompts([3, 18, 9], seed=2)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "skip_tokenizer_init": True}
     found = []
     for policy in (FullDepth(), Lossless(D3(0.8, 0.5), 4), Speculative(str(second), 3)):
-        with Engine(tiny.directory, depth=policy, kv_cache_dtype="fp8", **options) as engine:
-            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-            found.append([one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)])
+        with Engine(tiny.directory, depth=policy, skip_tokenizer_init=True, **OPTIONS) as engine:
+            outputs = engine.generate(prompts, greedy(24), use_tqdm=False)
+            found.append([one.outputs[0].token_ids for one in outputs])
             if isinstance(policy, Speculative):
                 assert isinstance(engine.executor._draft_model.pool, Fp8Pool)  # type: ignore[attr-defined]
     assert found[0] == found[1] == found[2]
@@ -64,11 +61,9 @@ def test_ranks_answer_as_one(tiny_llama: MakeLlama) -> None:
     prompts = random_prompts([3, 17, 9], seed=2)
     found = []
     for ranks in (1, 2):
-        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_model_len": 64}
-        options |= {"kv_cache_dtype": "fp8", "skip_tokenizer_init": True, "tensor_parallel_size": ranks}
-        with Engine(tiny.directory, depth=D3(0.8, 0.3), **options) as engine:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            found.append([one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)])
+        options: dict[str, Any] = {"max_model_len": 64, "tensor_parallel_size": ranks} | OPTIONS
+        outputs = generated(tiny.directory, prompts, greedy(12), depth=D3(0.8, 0.3), **options)
+        found.append([one.outputs[0].token_ids for one in outputs])
     assert found[0] == found[1]
 
 
@@ -93,8 +88,7 @@ def test_native_library_decodes_by_either_name(make_engine: MakeEngine, native_l
     answers = []
     for name in ("fp8", "fp8_e4m3"):
         engine = make_engine(kv_cache_dtype=name, num_scheduler_steps=4)
-        greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        answers.append(engine.generate([5, 6, 7], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+        answers.append(engine.generate([5, 6, 7], greedy(9), use_tqdm=False)[0].outputs[0].token_ids)
         stats = engine.stats()
         assert stats.executor.startswith("native")
         assert stats.native_steps > 0
@@ -123,9 +117,3 @@ def test_gpu_without_the_conversion_is_refused(
             resolve_kv_cache_dtype("fp8", **asked)
     else:
         assert resolve_kv_cache_dtype("fp8", **asked) == FP8
-
-
-def test_llm_takes_it_as_vllm_does(tiny_llama: MakeLlama) -> None:
-    options: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
-    with LLM(tiny_llama().directory, kv_cache_dtype="fp8", **options) as llm:
-        assert llm.settings.kv_dtype == FP8

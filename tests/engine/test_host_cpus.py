@@ -1,4 +1,4 @@
-"""The threads that nobody asked for by number are no more than the process may use CPUs."""
+"""The threads that nobody asked for by number, and memory, are no more than the process may use."""
 
 import os
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from d3engine.engine.model_directory import model_directory
 from d3engine.model.config import ModelConfig
 
 Machine = Callable[..., None]
+GIB = 2**30
 
 
 @pytest.fixture
@@ -88,3 +89,24 @@ def test_engine_and_command_in_a_container_take_its_quota(machine: Machine, monk
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     large = replace(ModelConfig.from_directory(model_directory("demo")), hidden_size=4096, intermediate_size=2**14)
     assert [use_threads("auto", large), use_threads("9", large)] == taken == [2, 9]
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": f"{4 * GIB}\n"}, 4 * GIB),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": f"{3 * GIB}\n"}, 3 * GIB),
+        ("5:memory:/docker/1f\n", {"memory/memory.limit_in_bytes": f"{2 * GIB}\n"}, 2 * GIB),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("5:cpu:/\n", {"cpu/memory.limit_in_bytes": "1\n"}, None),
+    ],
+)
+def test_memory_of_a_container_is_its_control_groups_limit(
+    machine: Machine, groups: str, files: dict[str, str], expected: int | None
+) -> None:
+    """The memory of a container is what its control groups allow."""
+    machine("", {})
+    without = host_cpus.machine_bytes()
+    assert without is not None
+    machine(groups, files)
+    assert host_cpus.machine_bytes() == min(without, expected or without)

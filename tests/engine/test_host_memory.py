@@ -12,7 +12,6 @@ import torch
 from configs import llama_config
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
-from d3engine.engine import host as host_cpus
 from d3engine.engine import host as host_memory
 from d3engine.engine import memory as cache_size
 from d3engine.engine.settings import EngineSettings
@@ -137,33 +136,6 @@ def test_default_length_on_a_gpu_fits_its_share_of_memory(
     assert taken[1] - taken[0] == pytest.approx(0.4 * 24 * GIB, rel=0.001)
     assert 0.8 * 23 * GIB < taken[1] < 0.9 * 23 * GIB
     assert cache_size.fitting_length(replace(one, kv_cache_memory_bytes=2**30), shard_of(one.config, 0, 1)) > found[1]
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/\n", {"memory.max": f"{4 * GIB}\n"}, 4 * GIB),
-        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": f"{3 * GIB}\n"}, 3 * GIB),
-        ("5:memory:/docker/1f\n", {"memory/memory.limit_in_bytes": f"{2 * GIB}\n"}, 2 * GIB),
-        ("0::/\n", {"memory.max": "max\n"}, None),
-        ("5:cpu:/\n", {"cpu/memory.limit_in_bytes": "1\n"}, None),
-    ],
-)
-def test_memory_of_a_container_is_its_control_groups_limit(
-    groups: str, files: dict[str, str], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory of a container is what its control groups allow."""
-    monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "none")
-    without = host_memory.machine_bytes()
-    assert without is not None
-    monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(host_cpus, "MOUNTED", tmp_path / "mounted")
-    (tmp_path / "cgroup").write_text(groups)
-    for name, text in files.items():
-        file = tmp_path / "mounted" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    assert host_memory.machine_bytes() == min(without, expected or without)
 
 
 def test_kv_cache_larger_than_memory_is_refused_by_name(load: Callable[..., Engine]) -> None:

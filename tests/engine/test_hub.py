@@ -1,6 +1,6 @@
 """A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
-The real huggingface_hub talks to a server of our own. It reads its settings when it is imported, so it runs in
-separate processes, which say what became of each name."""
+The real huggingface_hub talks to a server of our own. Commands run in processes of their own, since it reads its
+settings from the environment when it is imported."""
 
 import json
 import os
@@ -22,17 +22,26 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from gguf_files import SMALL as TINY_GGUF
 from gguf_files import bpe_keys, write_gguf
 from hub_server import Commit, Hub, serving
+from huggingface_hub import constants
 
 from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.engine.gguf_choice import quantization_of
+from d3engine.engine.hub import _snapshot
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import MissingExtraError
+from d3engine.errors import D3EngineError, MissingExtraError
 from d3engine.utils.files import DATA_BYTES
 from d3engine.weights_tools.inspection import verify_model
 
 Run = Callable[..., Any]
 Said = Callable[..., list[str]]
 SMALL = {"config.json": b"{}", "model.safetensors": b"weights" * 100}
+GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
+BESIDE = {
+    "mmproj-model-F16.gguf": b"pictures",
+    "imatrix.gguf": b"counts",
+    "README.md": b"# A model",
+    "config.json": b"{}",
+}
 NEVER_FETCHED = {
     "pytorch_model.bin": b"pickled",
     "consolidated.00.pth": b"pickled",
@@ -46,18 +55,6 @@ NEVER_FETCHED = {
 NOBODY = "http://127.0.0.1:9"
 """Where nothing listens."""
 
-SAY = """
-import json, sys
-from d3engine.engine.model_directory import model_directory
-said = []
-for name in sys.argv[1:]:
-    try:
-        said.append(str(model_directory(name)))
-    except Exception as error:
-        said.append(f"{type(error).__name__}: {error}")
-print(json.dumps(said))
-"""
-
 REMOVE = """
 import json, sys
 from typer.testing import CliRunner
@@ -66,9 +63,6 @@ models = lambda *words: CliRunner().invoke(app, ["models", *words]).stdout
 listed = lambda: json.loads(models("--json"))
 print(json.dumps([listed(), *((models("remove", name, "--yes"), listed()) for name in sys.argv[1:])]))
 """
-
-WITHOUT_WAITING = "import time; time.sleep = lambda seconds: None\n"
-"""The library asks again five times, after longer and longer pauses."""
 
 
 @pytest.fixture
@@ -92,11 +86,22 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def said(run: Run) -> Callable[..., list[str]]:
+def said(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Said:
     """`said(*names)`: what each name's directory is, or the error that it ends in."""
 
-    def said(*names: str, **environment: str) -> list[str]:
-        return list(json.loads(run("-c", SAY, *names, **environment).stdout))
+    def said(*names: str, offline: bool = False) -> list[str]:
+        routes = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        settings = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": routes, "HF_HUB_OFFLINE": offline}
+        for name, value in (settings | {"HF_HUB_CACHE": str(tmp_path / "hf" / "hub")}).items():
+            monkeypatch.setattr(constants, name, value)
+        _snapshot.cache_clear()  # as in another process
+        found = []
+        for name in names:
+            try:
+                found.append(str(model_directory(name)))
+            except D3EngineError as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
 
     return said
 
@@ -135,7 +140,7 @@ def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Said) -
     hub.repositories["ada/model"]["main"] = second
     assert [Path(found).name for found in said(*names)] == [second.id, second.id, first.id, second.id]
     assert hub.fetched.count("model.safetensors") == 1  # of the same content
-    assert [Path(found).name for found in said(*names, HF_HUB_OFFLINE="1")][:3] == [second.id, second.id, first.id]
+    assert [Path(found).name for found in said(*names, offline=True)][:3] == [second.id, second.id, first.id]
 
 
 def test_process_asks_the_hub_once_and_reads_one_commit(hub: Hub, said: Said) -> None:
@@ -192,23 +197,33 @@ def test_files_too_large_are_refused_before_they_are_fetched(hub: Hub, said: Sai
     """Files that are too large are refused before they are fetched."""
     large = {"tokenizer.json": b"{}", **SMALL}
     hub.repositories |= {"ada/large": {"main": Commit(large)}, "ada/huge": {"main": Commit(SMALL)}}
-    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18}
-    too_large, too_huge = said("ada/large", "ada/huge")
+    hub.repositories["ada/files"] = {"main": Commit(GGUF)}
+    hub.sizes |= {"tokenizer.json": DATA_BYTES + 1, "model.safetensors": 10**18, "model-Q4_K_M.gguf": 10**18}
+    too_large, *too_huge = said("ada/large", "ada/huge", "ada/files")
     assert too_large.startswith("ModelFormatError: model 'ada/large': tokenizer.json has")
-    assert too_huge.startswith("FailedError: model 'ada/huge' takes 1000000000.0 GB, and ")
+    for name, found in zip(("ada/huge", "ada/files"), too_huge, strict=True):
+        assert found.startswith(f"FailedError: model {name!r} takes 1000000000.0 GB, and ")
     assert hub.fetched == []
 
 
-def test_download_that_breaks_off_fails_and_leaves_no_file(hub: Hub, run: Run, said: Said) -> None:
+@pytest.mark.parametrize(
+    ("name", "files", "broken"),
+    [("ada/model", SMALL, "model.safetensors"), ("ada/model:Q8_0", GGUF, "model-Q8_0.gguf")],
+)
+def test_download_that_breaks_off_fails_and_leaves_no_file(
+    hub: Hub, said: Said, monkeypatch: pytest.MonkeyPatch, name: str, files: dict[str, bytes], broken: str
+) -> None:
     """A download that breaks off is an error, and its file is never taken for whole."""
-    hub.repositories["ada/model"] = {"main": Commit(SMALL)}
-    hub.broken.add("model.safetensors")
-    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/model").stdout)
-    assert error.startswith("FailedError: model 'ada/model' could not be downloaded whole")
-    assert said("ada/model", HF_HUB_OFFLINE="1")[0].startswith("InvalidValueError: model must be a directory, or")
+    hub.repositories["ada/model"] = {"main": Commit(files)}
+    hub.broken.add(broken)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # it asks again five times, after longer and longer pauses
+    (error,) = said(name)
+    assert error.startswith(f"FailedError: model {name!r} could not be downloaded whole")
+    assert said(name, offline=True)[0].startswith("InvalidValueError: model must be a directory, or")
     hub.broken.clear()
-    (found,) = said("ada/model")
-    assert (Path(found) / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+    (found,) = said(name)
+    whole = Path(found) / broken if Path(found).is_dir() else Path(found)
+    assert whole.read_bytes() == files[broken]
 
 
 def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Run) -> None:
@@ -226,29 +241,21 @@ def test_download_shows_progress_on_a_terminal_alone(hub: Hub, run: Run) -> None
     assert run("-c", code, "ada/model@v2").stderr == ""
 
 
-def test_unreachable_hub_takes_the_download_with_a_warning(hub: Hub, run: Run, said: Said) -> None:
+def test_unreachable_hub_takes_the_download_with_a_warning(
+    hub: Hub, said: Said, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without the hub, the files downloaded before are taken with a warning."""
     hub.repositories["ada/model"] = {"main": Commit(SMALL)}
     online = said("ada/model")
     hub.url = NOBODY
-    gone = run("-c", SAY, "ada/model", "ada/other")
-    there, other = json.loads(gone.stdout)
+    there, other = said("ada/model", "ada/other")
     assert [there] == online
-    assert "ada/model is taken as it was downloaded before: the hub gave no answer" in gone.stderr
+    assert "ada/model is taken as it was downloaded before: the hub gave no answer" in caplog.text
     assert other.startswith("FailedError: model 'ada/other' is no directory here, and the Hugging Face hub could not")
-    offline = run("-c", SAY, "ada/model", "ada/other", HF_HUB_OFFLINE="1")
-    there, other = json.loads(offline.stdout)
-    assert ([there], offline.stderr) == (online, "")
+    caplog.clear()
+    there, other = said("ada/model", "ada/other", offline=True)
+    assert ([there], caplog.text) == (online, "")
     assert other.startswith("InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLIN")
-
-
-GGUF = {f"model-{kind}.gguf": kind.encode() * 50 for kind in ("Q2_K", "Q4_K_M", "Q8_0", "F16")}
-BESIDE = {
-    "mmproj-model-F16.gguf": b"pictures",
-    "imatrix.gguf": b"counts",
-    "README.md": b"# A model",
-    "config.json": b"{}",
-}
 
 
 def test_hub_gguf_answers_offline_by_quantization_in_any_case(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
@@ -280,13 +287,13 @@ def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(hub: Hub, said: Sa
     assert [(path.parent.name, path.name) for path in found] == list(zip(commits, files, strict=True))
     assert (found[0].read_bytes(), found[1].read_bytes()) == (GGUF["model-Q2_K.gguf"], b"again")
     assert sorted(hub.fetched) == sorted(files)
-    assert said(*names, HF_HUB_OFFLINE="1") == list(map(str, found))
+    assert said(*names, offline=True) == list(map(str, found))
     hub.repositories["ada/both"] = {"main": Commit(SMALL | GGUF)}  # whose name stands for its safetensors, as before
     (both,) = said("ada/both")
     assert sorted(path.name for path in Path(both).iterdir()) == sorted(SMALL)
 
 
-def test_absent_or_ambiguous_quantization_is_refused_with_list(hub: Hub, run: Run, said: Said) -> None:
+def test_absent_or_ambiguous_quantization_is_refused_with_list(hub: Hub, said: Said) -> None:
     """A quantization that is absent or ambiguous is refused with a list of the known ones."""
     hub.repositories |= {
         "ada/files": {"main": Commit(GGUF | BESIDE)},
@@ -307,7 +314,7 @@ def test_absent_or_ambiguous_quantization_is_refused_with_list(hub: Hub, run: Ru
     (a,) = said("ada/two:A-Q4_K_M")
     assert Path(a).read_bytes() == b"a"
     said("ada/files:Q8_0")
-    others = said("ada/files:Q2_K", "ada/files", "ada/model:Q8_0", HF_HUB_OFFLINE="1")
+    others = said("ada/files:Q2_K", "ada/files", "ada/model:Q8_0", offline=True)
     since = "that was downloaded before, since the hub gives no answer: Q8_0"
     assert [other.partition(" with one GGUF file ")[2].partition(";")[0] for other in others[:2]] == [since, since]
     assert others[2].startswith("InvalidValueError: model must be a directory, or a model downloaded before")
@@ -328,22 +335,11 @@ def test_all_parts_of_a_gguf_file_are_fetched_under_the_first(hub: Hub, said: Sa
     assert sorted(hub.fetched) == sorted(parts)
     assert first.endswith("/Q8_0/model-Q8_0-00001-of-00003.gguf")
     assert sorted(path.name for path in Path(first).parent.iterdir()) == sorted(name[5:] for name in parts)
-    assert said("ada/parts:q8_0", HF_HUB_OFFLINE="1") == [first]
+    assert said("ada/parts:q8_0", offline=True) == [first]
     verify_model(Path(first))  # which reads the tensors of all
     Path(first).with_name("model-Q8_0-00002-of-00003.gguf").unlink()
-    (lacking,) = said("ada/parts:q8_0", HF_HUB_OFFLINE="1")
+    (lacking,) = said("ada/parts:q8_0", offline=True)
     assert lacking.startswith("ModelFormatError: model 'ada/parts:q8_0' is in several parts, of which there are only")
-
-
-def test_a_gguf_file_is_fetched_whole_or_is_not_taken(hub: Hub, run: Run, said: Said) -> None:
-    hub.repositories["ada/files"] = {"main": Commit(GGUF)}
-    hub.broken.add("model-Q8_0.gguf")
-    (error,) = json.loads(run("-c", WITHOUT_WAITING + SAY, "ada/files:Q8_0").stdout)
-    assert error.startswith("FailedError: model 'ada/files:Q8_0' could not be downloaded whole")
-    (gone,) = said("ada/files:Q8_0", HF_HUB_OFFLINE="1")
-    assert gone.startswith("InvalidValueError: model must be")
-    hub.sizes["model-Q4_K_M.gguf"] = 10**18
-    assert said("ada/files")[0].startswith("FailedError: model 'ada/files' takes 1000000000.0 GB, and ")
 
 
 def test_models_of_the_hubs_cache_are_listed_and_removed(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
@@ -370,7 +366,7 @@ def test_models_of_the_hubs_cache_are_listed_and_removed(hub: Hub, run: Run, sai
         known = next(one for one in there if one.lower() == name.lower())
         assert answer == f"removed {known}: {there.pop(known)[1]:,} bytes are free\n"
         assert {one["name"] for one in left} == there.keys()
-    assert said(*there, HF_HUB_OFFLINE="1") == [path for _, _, path in there.values()]
+    assert said(*there, offline=True) == [path for _, _, path in there.values()]
     cache = tmp_path / "hf" / "hub"
     assert sorted(path.name for path in cache.glob("models--*")) == ["models--ada--adder", "models--ada--other"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker, policies_that_draft
-from stepping import watch
+from stepping import greedy, watch
 from tiny_models import TinyLlama
 from transformers_oracle import assert_same_tokens, greedy_after
 
@@ -35,28 +35,19 @@ def make_engine(llama: TinyLlama) -> MakeEngine:
     return maker(llama.directory)
 
 
-class Full:
-    """The answers of full depth, by an engine of its own; each is computed once, many at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._known: dict[str, CompletionOutput] = {}
-
-    def __call__(self, prompt: list[int], params: SamplingParams) -> CompletionOutput:
-        return self.of([(prompt, params)])[0]
-
-    def of(self, asked: list[tuple[list[int], SamplingParams]]) -> list[CompletionOutput]:
-        deep = [(prompt, replace(params, depth=FullDepth())) for prompt, params in asked]
-        new = {repr(one): one for one in deep if repr(one) not in self._known}
-        prompts, params = [one[0] for one in new.values()], [one[1] for one in new.values()]
-        outputs = self._engine.generate(prompts, params, use_tqdm=False)
-        self._known |= {key: output.outputs[0] for key, output in zip(new, outputs, strict=True)}
-        return [self._known[repr(one)] for one in deep]
+Full = Callable[[list[list[int]], list[SamplingParams]], list[CompletionOutput]]
 
 
 @pytest.fixture(scope="module")
 def full(make_engine: MakeEngine) -> Full:
-    return Full(make_engine(max_num_seqs=32))
+    """The answers of full depth, by an engine of its own."""
+    engine = make_engine(max_num_seqs=32)
+
+    def answers(prompts: list[list[int]], params: list[SamplingParams]) -> list[CompletionOutput]:
+        deep = [replace(one, depth=FullDepth()) for one in params]
+        return [output.outputs[0] for output in engine.generate(prompts, deep, use_tqdm=False)]
+
+    return answers
 
 
 def some_prompts(seed: int, count: int, longest: int = 30) -> list[list[int]]:
@@ -71,8 +62,8 @@ def some_prompts(seed: int, count: int, longest: int = 30) -> list[list[int]]:
 
 
 def assert_answers_of_full_depth(outputs: list[RequestOutput], requests: list[SamplingParams], full: Full) -> None:
-    asked = [(output.prompt_token_ids, params) for output, params in zip(outputs, requests, strict=True)]
-    for output, params, wanted in zip(outputs, requests, full.of(asked), strict=True):
+    deep = full([output.prompt_token_ids for output in outputs], requests)
+    for output, params, wanted in zip(outputs, requests, deep, strict=True):
         (found,) = output.outputs
         assert found.token_ids == wanted.token_ids, params.depth
         assert (found.finish_reason, found.stop_reason) == (wanted.finish_reason, wanted.stop_reason)
@@ -97,12 +88,7 @@ def test_greedy_answers_are_those_of_full_depth(
     policies = policies_that_draft(length) + policies_that_draft(length, adaptive=True, stop_probability=0.1)
     prompts = some_prompts(length, count)
     numbers = random.Random(batch)
-    requests = [
-        SamplingParams(
-            temperature=0, max_tokens=numbers.randint(1, 26), depth=policies[nth % len(policies)], ignore_eos=True
-        )
-        for nth in range(count)
-    ]
+    requests = [greedy(numbers.randint(1, 26), depth=policies[nth % len(policies)]) for nth in range(count)]
     engine = make_engine(max_num_seqs=batch)
     outputs = engine.generate(prompts, requests, use_tqdm=False)
     assert_answers_of_full_depth(outputs, requests, full)
@@ -116,8 +102,7 @@ def test_greedy_answers_are_those_of_full_depth(
 def test_greedy_answers_are_those_of_transformers(
     make_engine: MakeEngine, llama: TinyLlama, policy: DepthPolicy
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
-    outputs = make_engine().generate(some_prompts(5, 6), params, use_tqdm=False)
+    outputs = make_engine().generate(some_prompts(5, 6), greedy(30, depth=policy), use_tqdm=False)
     for output in outputs:
         answer = output.outputs[0].token_ids
         assert len(answer) == 30
@@ -126,10 +111,7 @@ def test_greedy_answers_are_those_of_transformers(
 
 def test_lossless_d3_is_lossless_at_any_alpha_and_start(make_engine: MakeEngine, full: Full) -> None:
     settings = list(itertools.product([0.99, 0.9, 0.7], [0.2, 0.5, 0.8], range(1, 9)))
-    requests = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=Lossless(D3(alpha, start), length))
-        for alpha, start, length in settings
-    ]
+    requests = [greedy(24, depth=Lossless(D3(alpha, start), length)) for alpha, start, length in settings]
     engine = make_engine(max_num_seqs=36)
     outputs = engine.generate(some_prompts(3, len(settings)), requests, use_tqdm=False)
     assert_answers_of_full_depth(outputs, requests, full)
@@ -165,16 +147,14 @@ def test_stop_string_within_accepted_tokens_drops_the_rest() -> None:
     """A stop string within an accepted run ends the text there and drops the rest."""
     with Engine("demo", device="cpu", max_num_seqs=4) as engine:
         prompt = "Tom has 3 apples. He buys 4 more. How many apples does he have?"
-        asks = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, depth=FullDepth())
+        asks = greedy(48, depth=FullDepth())
         text = engine.generate(prompt, asks, use_tqdm=False)[0].outputs[0].text
         drafting = replace(asks, depth=Lossless(D3(0.98, 0.7), 6))
         for place in range(3, 12):
-            for params in (
-                replace(asks, stop=text[place : place + 3]),
-                replace(drafting, stop=text[place : place + 3]),
-            ):
+            stop = text[place : place + 3]
+            for params in (replace(asks, stop=stop), replace(drafting, stop=stop)):
                 (output,) = engine.generate(prompt, params, use_tqdm=False)[0].outputs
-                assert output.text == text[: text.index(text[place : place + 3])]
+                assert output.text == text[: text.index(stop)]
                 assert output.finish_reason == "stop"
                 assert len(output.depths) == len(output.token_ids)
         assert (engine.stats().tokens_per_verification or 0) > 2
@@ -183,8 +163,9 @@ def test_stop_string_within_accepted_tokens_drops_the_rest() -> None:
 
 def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: MakeEngine, full: Full) -> None:
     """Prefix hits and an abort in the middle of a draft change nothing for others."""
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, depth=Lossless(D3(0.9, 0.5), 4))
+    params = greedy(20, depth=Lossless(D3(0.9, 0.5), 4))
     prompt = list(range(40, 57))
+    (whole,) = full([prompt], [params])
     engine = make_engine(num_scheduler_steps=1)  # or a draft and its verification would be one
     engine.add_request("first", prompt, params)
     while not any(sequence.draft and sequence.draft.token_ids for sequence in engine.scheduler.running):
@@ -193,13 +174,14 @@ def test_abort_in_a_draft_and_prefix_hits_change_nothing(make_engine: MakeEngine
     engine.abort_request("first")
     (ended,) = [output for output in engine.step() if output.finished]
     assert ended.outputs[0].finish_reason == "abort"
-    assert ended.outputs[0].token_ids == full(prompt, params).token_ids[: len(ended.outputs[0].token_ids)]
+    assert ended.outputs[0].token_ids == whole.token_ids[: len(ended.outputs[0].token_ids)]
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert outputs[0].num_cached_tokens == 16
-    assert outputs[0].outputs[0].token_ids == full(prompt, params).token_ids
+    assert outputs[0].outputs[0].token_ids == whole.token_ids
     turn = [*prompt, *outputs[0].outputs[0].token_ids]
-    assert engine.generate(turn, params, use_tqdm=False)[0].outputs[0].token_ids == full(turn, params).token_ids
+    (next_turn,) = full([turn], [params])
+    assert engine.generate(turn, params, use_tqdm=False)[0].outputs[0].token_ids == next_turn.token_ids
 
 
 # -- what is counted -------------------------------------------------------------------------------------------
@@ -210,8 +192,7 @@ def test_layers_run_for_drafts_and_verifications_are_counted(make_engine: MakeEn
     """Every layer run for every row of drafts and verifications is counted."""
     engine = make_engine(enforce_eager=True)  # so that the host plans every row
     plans = watch(engine)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, depth=policy)
-    (output,) = engine.generate(some_prompts(4, 2)[1:], params, use_tqdm=False)
+    (output,) = engine.generate(some_prompts(4, 2)[1:], greedy(30, depth=policy), use_tqdm=False)
     ran = sum(int(span.num_rows) * len(span.layers) for plan in plans[1:] for span in plan.spans)
     assert sum(output.outputs[0].depths) == LAYERS + ran
     assert engine.stats().realised_mean_layers == pytest.approx((LAYERS + ran) / 30)
@@ -236,8 +217,7 @@ def test_draft_ends_where_the_rule_says_and_its_length_adapts(make_engine: MakeE
     def lengths(policy: DepthPolicy, max_tokens: int = 30) -> list[int]:
         engine = make_engine(enforce_eager=True)  # so that the host plans every row
         plans = watch(engine)
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, depth=policy)
-        engine.generate(some_prompts(1, 2)[1:], params, use_tqdm=False)
+        engine.generate(some_prompts(1, 2)[1:], greedy(max_tokens, depth=policy), use_tqdm=False)
         return [len(rows) for plan in plans if plan.drafts for rows in plan.drafts.judging.values()]
 
     draft = UnifiedSkip(2)

@@ -434,7 +434,8 @@ def test_a_closed_engine_holds_nothing_and_says_so(eager: bool) -> None:
     engine.step()  # returns the outputs that waited
     with pytest.raises(EngineDeadError):
         engine.step()
-    engine.close()
+    with engine:
+        pass
     engine.close()
     gc.collect()
     assert [part() for part in held] == [None, None, None]
@@ -443,6 +444,7 @@ def test_a_closed_engine_holds_nothing_and_says_so(eager: bool) -> None:
     calls: list[Callable[[], object]] = [
         lambda: engine.generate([], use_tqdm=False),
         lambda: engine.add_request("new", "Question:", greedy()),
+        lambda: engine.prepare("Question:"),
         lambda: engine.abort_request("unfinished"),
         lambda: engine.stream("Question:", greedy()),
         lambda: next(stream),

@@ -1,32 +1,16 @@
 """A request is read and checked apart from being queued: by any thread, at any time, and without a trace."""
 
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from fixture_types import MakeEngine
-from stepping import finish, greedy
+from stepping import finish, greedy, see_steps
 
-from d3engine import Engine, EngineDeadError, InvalidValueError, SamplingParams
-from d3engine.errors import D3EngineError
+from d3engine import InvalidValueError, SamplingParams
 
 PROMPT, OTHER = [11, 12, 13], [21, 22]
-
-
-def in_step(engine: Engine, act: Callable[[], object]) -> None:
-    """Let `act` happen on another thread in the middle of the engine's next step."""
-    run = engine.executor.run
-
-    def run_and_act(plan: Any) -> Any:
-        engine.executor.run = run  # type: ignore[method-assign]
-        thread = threading.Thread(target=act)
-        thread.start()
-        thread.join()
-        return run(plan)
-
-    engine.executor.run = run_and_act  # type: ignore[method-assign]
 
 
 def test_a_prepared_request_gives_the_answer_of_an_added_one(make_engine: MakeEngine) -> None:
@@ -69,10 +53,11 @@ def test_another_thread_prepares_in_the_middle_of_a_step(make_engine: MakeEngine
     engine, prepared = make_engine(), []
     want = make_engine().generate(OTHER, greedy(), use_tqdm=False)[0].outputs
     engine.add_request("a", PROMPT, greedy())
-    in_step(engine, lambda: prepared.append(engine.prepare(OTHER, greedy(), "b")))
-    engine.step()
-    engine.add(prepared[0])
-    assert finish(engine)["b"].outputs == want
+    with ThreadPoolExecutor(1) as pool:
+        see_steps(engine, lambda plan: prepared.append(pool.submit(engine.prepare, OTHER, greedy(), "b").result()))
+        engine.step()
+        engine.add(prepared[0])
+        assert finish(engine)["b"].outputs == want
 
 
 def test_a_request_without_an_id_gets_an_unused_one(make_engine: MakeEngine) -> None:
@@ -115,16 +100,3 @@ def test_only_what_this_engine_has_prepared_can_be_added(make_engine: MakeEngine
     with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
         engine.add(engine.prepare(PROMPT, greedy(), "a"))
     assert finish(engine).keys() == {"a"}
-
-
-def test_an_engine_that_is_closed_or_dead_prepares_nothing(make_engine: MakeEngine) -> None:
-    closed, dead = make_engine(), make_engine()
-    closed.close()
-    with pytest.raises(D3EngineError, match="the engine is closed"):
-        closed.prepare(PROMPT)
-    dead.add_request("a", PROMPT, greedy())
-    dead.executor.run = lambda plan: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(EngineDeadError):
-        dead.step()
-    with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-        dead.prepare(PROMPT)

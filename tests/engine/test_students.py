@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from depth_oracle import greedy_at_depth
 from fixture_types import MakeEngine, MakeLlama
 from gguf_files import SMALL, bpe_keys, write_gguf
 from kinds_of_engine import maker
+from stepping import greedy
 from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, WIDTHS, Trained
-from transformers_oracle import assert_same_tokens
+from transformers_oracle import assert_answers
 
 from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative, Width
 from d3engine.depth import DepthPolicy, policy_from_dict
@@ -41,40 +41,24 @@ def make_engine(made: Trained) -> MakeEngine:
     return maker(made.directory, max_model_len=64)
 
 
-def asked(policy: DepthPolicy, **changes: Any) -> SamplingParams:
-    given: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "depth": policy}
-    return SamplingParams(**(given | changes))
+def asked(policy: DepthPolicy, max_tokens: int = TOKENS, **changes: Any) -> SamplingParams:
+    return greedy(max_tokens, depth=policy, **changes)
 
 
 POLICY = Distilled(SKIPPED)
 PROMPTS = [[37 * (nth + place) % 300 for place in range(2 + 3 * nth)] for nth in range(5)]
-EAGER = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 
 
-@EAGER
-def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine, enforce_eager: bool) -> None:
+def test_a_batch_equals_the_oracle(made: Trained, make_engine: MakeEngine) -> None:
     wanted = [made.answer(prompt) for prompt in PROMPTS]
-    plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
+    plain = [made.on_ladder(one, lambda step: None) for one in PROMPTS]
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain, strict=True))
-    with make_engine(enforce_eager=enforce_eager) as engine:
-        outputs = engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
-        if not enforce_eager and engine.stats().backend == "native":
-            assert engine.stats().eager_steps == 0
-    for output, answer in zip(outputs, wanted, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
-        assert output.outputs[0].depths == answer.depths
-
-
-@EAGER
-def test_beside_rows_of_other_weights_each_equals_the_oracle(
-    made: Trained, make_engine: MakeEngine, enforce_eager: bool
-) -> None:
-    with make_engine(enforce_eager=enforce_eager) as engine:
-        params = [asked(POLICY if nth % 2 else FullDepth()) for nth in range(len(PROMPTS))]
-        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-    for nth, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
-        every = greedy_at_depth(made.teacher, prompt, TOKENS, lambda _: set(range(LAYERS)))
-        assert_same_tokens(output.outputs[0].token_ids, made.answer(prompt) if nth % 2 else every, tie=1e-3)
+    for enforce_eager in (True, False):
+        with make_engine(enforce_eager=enforce_eager) as engine:
+            outputs = engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
+            if not enforce_eager and engine.stats().backend == "native":
+                assert engine.stats().eager_steps == 0
+        assert_answers(outputs, wanted, tie=1e-3)
 
 
 ALPHA, STEPS = 0.95, (3, 6, 9)
@@ -89,26 +73,22 @@ def by_table(step: int) -> int | None:
     return {3: 0, 4: 0, 5: 0, 6: 1, 7: 1, 8: 1}.get(step, None if step < 3 else 2)
 
 
-@EAGER
-def test_rows_of_different_levels_each_equal_the_oracle(
-    made: Trained, make_engine: MakeEngine, enforce_eager: bool
-) -> None:
+def test_rows_of_different_levels_each_equal_the_oracle(made: Trained, make_engine: MakeEngine) -> None:
     """Rows of two ladders, of a student and of full depth share steps, and each goes on as the oracle does."""
     assert [by_formula(step) for step in range(1, 8)] == [0, 1, 1, 1, 1, 2, 2]
     ladder, table = Width(made.ladder, ALPHA, WIDTHS), Width(made.ladder, steps=STEPS)
-    with make_engine(enforce_eager=enforce_eager, depth=ladder) as engine:
-        params = [asked(policy) for policy in (ladder, table, FullDepth(), POLICY, ladder)]
-        outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-        if not enforce_eager and engine.stats().backend == "native":
-            assert engine.stats().eager_steps == 0
     wanted = [made.on_ladder(PROMPTS[nth], rule) for nth, rule in ((0, by_formula), (1, by_table), (4, by_formula))]
-    plain = [greedy_at_depth(made.teacher, one, TOKENS, lambda _: set(range(LAYERS))) for one in PROMPTS]
+    plain = [made.on_ladder(one, lambda step: None) for one in PROMPTS]
     assert wanted[1].token_ids[:3] == plain[1].token_ids[:3], "steps before the first student are full depth's"
     assert all(one.token_ids != other.token_ids for one, other in zip(wanted, plain[:2] + plain[4:], strict=True))
     every = [wanted[0], wanted[1], plain[2], made.answer(PROMPTS[3]), wanted[2]]
-    for output, answer in zip(outputs, every, strict=True):
-        assert_same_tokens(output.outputs[0].token_ids, answer, tie=1e-3)
-        assert output.outputs[0].depths == answer.depths
+    params = [asked(policy) for policy in (ladder, table, FullDepth(), POLICY, ladder)]
+    for enforce_eager in (True, False):
+        with make_engine(enforce_eager=enforce_eager, depth=ladder) as engine:
+            outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+            if not enforce_eager and engine.stats().backend == "native":
+                assert engine.stats().eager_steps == 0
+        assert_answers(outputs, every, tie=1e-3)
 
 
 @pytest.mark.usefixtures("native_library")
@@ -129,7 +109,7 @@ def test_a_run_of_steps_ends_where_a_row_changes_its_student(
         (output,) = engine.generate(PROMPTS[1], asked(table), use_tqdm=False)
         attention = sum(one.numel() for one in made.teacher.model.layers[0].self_attn.parameters())  # of the one block
         assert engine.stats().student_bytes == 4 * (3 * SIZE * round(288 * sum(WIDTHS)) + attention)
-    assert_same_tokens(output.outputs[0].token_ids, made.on_ladder(PROMPTS[1], by_table), tie=1e-3)
+    assert_answers([output], [made.on_ladder(PROMPTS[1], by_table)], tie=1e-3)
     assert runs == [(-1, 3), (3, 3), (6, 3), (9, 5)]  # the first opens with the prompt, behind which steps 1 and 2 run
 
 
@@ -149,7 +129,7 @@ def test_a_ladder_saves_what_its_steps_save(made: Trained, make_engine: MakeEngi
             engine.generate([1, 2], asked(Width(made.ladder, steps=STEPS, skip_layers=[2])), use_tqdm=False)
 
 
-@EAGER
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "native if it is there"])
 def test_a_streamed_answer_is_that_of_generate(make_engine: MakeEngine, enforce_eager: bool) -> None:
     with make_engine(enforce_eager=enforce_eager) as engine:
         (whole,) = engine.generate(PROMPTS[1], asked(POLICY), use_tqdm=False)
@@ -263,7 +243,7 @@ def test_auto_takes_the_certified_student_beside_the_weights(made: Trained, make
         with make_engine(depth="auto") as engine:
             assert engine.depth == POLICY
             (output,) = engine.generate(PROMPTS[2], asked(None), use_tqdm=False)  # type: ignore[arg-type]
-        assert_same_tokens(output.outputs[0].token_ids, made.answer(PROMPTS[2]), tie=1e-3)
+        assert_answers([output], [made.answer(PROMPTS[2])], tie=1e-3)
         path.write_text(json.dumps({**fields, "student": {"sha256": "0" * 64}}))
         with pytest.raises(ModelFormatError, match="another student"):
             make_engine(depth="auto")

@@ -55,6 +55,21 @@ def tiny(tiny_llama: Callable[..., TinyLlama]) -> TinyLlama:
     return model
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a server of the bundled model answers, whose template knows of tools."""
+    from demo_server import demo_server
+
+    with demo_server(with_tools=True) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def url(address: str) -> str:
+    """The base of OpenAI's routes there."""
+    return f"{address}/v1"
+
+
 @pytest.fixture(scope="session")
 def wanted() -> list[RequestOutput]:
     """What the bundled model answers to the questions of the contract, in an engine of the test's own."""

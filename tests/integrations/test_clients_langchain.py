@@ -1,11 +1,9 @@
 """LangChain against our server: completions, chats, streams, tools and structured output, as its users write them."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from demo_server import demo_server
+from demo_server import said
 from json_schemas import closed
 
 pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make test-with-clients does it")
@@ -23,25 +21,12 @@ SHORT: dict[str, Any] = {"model": "demo", "api_key": "none", "max_retries": 0}
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with demo_server(with_tools=True) as address:
-        yield f"{address}/v1"
-
-
-@pytest.fixture(scope="module")
 def chat(url: str) -> Any:
     return ChatOpenAI(base_url=url, temperature=0, max_completion_tokens=24, **SHORT)
 
 
-def said(url: str, **body: Any) -> str:
-    """What the server itself says."""
-    answer = httpx.post(f"{url}/chat/completions", json={"model": "demo", **body}, timeout=120).json()
-    found: str = answer["choices"][0]["message"]["content"]
-    return found
-
-
 def test_a_chat_is_answered_whole_and_in_pieces(url: str, chat: Any) -> None:
-    wanted = said(url, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24)
+    wanted = said(url, [{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24)
     whole = chat.invoke(QUESTION)
     assert whole.content == wanted
     assert whole.usage_metadata["output_tokens"] > 0

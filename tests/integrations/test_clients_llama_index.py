@@ -1,10 +1,8 @@
 """LlamaIndex against our server: completions and chats, whole and streamed."""
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
-from demo_server import demo_server
+from demo_server import said
 
 pytest.importorskip(
     "llama_index.llms.openai_like", reason="llama-index is not installed: make test-with-clients does it"
@@ -16,26 +14,18 @@ from llama_index.llms.openai_like import OpenAILike
 QUESTION = "Tom has 5 pens. Tom finds 3. How many pens does Tom have now?"
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with demo_server() as address:
-        yield f"{address}/v1"
-
-
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_whole_and_streamed_answers_are_the_servers(url: str, is_chat: bool) -> None:
     model = OpenAILike(
         model="demo", api_base=url, api_key="none", temperature=0, max_tokens=24, is_chat_model=is_chat, max_retries=0
     )
-    body = {"model": "demo", "temperature": 0, "max_tokens": 24}
     if is_chat:
-        messages = [{"role": "user", "content": QUESTION}]
-        answer = httpx.post(f"{url}/chat/completions", json=body | {"messages": messages}, timeout=120).json()
-        wanted = answer["choices"][0]["message"]["content"]
+        wanted = said(url, [{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24)
         assert model.chat([ChatMessage(role="user", content=QUESTION)]).message.content == wanted
         streamed = [one.delta for one in model.stream_chat([ChatMessage(role="user", content=QUESTION)])]
     else:
-        answer = httpx.post(f"{url}/completions", json=body | {"prompt": QUESTION}, timeout=120).json()
+        body = {"model": "demo", "prompt": QUESTION, "temperature": 0, "max_tokens": 24}
+        answer = httpx.post(f"{url}/completions", json=body, timeout=120).json()
         wanted = answer["choices"][0]["text"]
         assert model.complete(QUESTION).text == wanted
         streamed = [one.delta for one in model.stream_complete(QUESTION)]

@@ -1,11 +1,10 @@
 """Ollama's own client, and LangChain's over it, against our server."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from demo_server import demo_server
+from demo_server import said
 from json_schemas import closed
 
 pytest.importorskip("ollama", reason="ollama is not installed: make test-with-clients does it")
@@ -21,25 +20,12 @@ SCHEMA = closed({"many": {"type": "integer", "minimum": 0, "maximum": 9}})
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with demo_server(with_tools=True) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> ollama.Client:
-    return ollama.Client(host=url)
-
-
-def said(url: str, **body: Any) -> str:
-    """What a chat completion of the server says."""
-    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "demo", "messages": ASKED, **body}, timeout=120)
-    found: str = answer.json()["choices"][0]["message"]["content"]
-    return found
+def client(address: str) -> ollama.Client:
+    return ollama.Client(host=address)
 
 
 def test_a_chat_says_what_a_chat_completion_does(url: str, client: ollama.Client) -> None:
-    wanted = said(url, temperature=0, max_tokens=8)
+    wanted = said(url, ASKED, temperature=0, max_tokens=8)
     whole = client.chat("demo", ASKED, options=GREEDY)
     assert whole.message.content == wanted
     assert (whole.done, whole.model) == (True, "demo")
@@ -58,16 +44,16 @@ def test_a_chat_says_what_a_chat_completion_does(url: str, client: ollama.Client
 def test_options_are_the_fields_of_a_chat(url: str, client: ollama.Client) -> None:
     ours = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.2}
     theirs = {"repeat_penalty" if name == "repetition_penalty" else name: value for name, value in ours.items()}
-    wanted = said(url, max_tokens=20, stop=["\n"], **ours)
+    wanted = said(url, ASKED, max_tokens=20, stop=["\n"], **ours)
     options = {**theirs, "num_predict": 20, "stop": ["\n"], "num_ctx": 64, "num_gpu": 1, "num_thread": 2}
     assert client.chat("demo", ASKED, options=options, keep_alive="5m").message.content == wanted
 
 
 def test_a_prompt_is_written_by_the_template_unless_it_is_raw(url: str, client: ollama.Client) -> None:
-    chat = said(url, temperature=0, max_tokens=8)
+    chat = said(url, ASKED, temperature=0, max_tokens=8)
     assert client.generate("demo", QUESTION, options=GREEDY).response == chat
     body = {"model": "demo", "prompt": QUESTION, "temperature": 0, "max_tokens": 8}
-    completion = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+    completion = httpx.post(f"{url}/completions", json=body, timeout=120).json()["choices"][0]["text"]
     chunks = list(client.generate("demo", QUESTION, raw=True, stream=True, options=GREEDY))
     assert "".join(chunk.response or "" for chunk in chunks) == completion != chat
     assert chunks[-1].eval_count == 8
@@ -107,7 +93,7 @@ def test_tools_are_offered_and_results_are_read(client: ollama.Client) -> None:
 def test_embeddings_are_those_of_the_other_route(url: str, client: ollama.Client) -> None:
     texts = [QUESTION, "Ann has 3 cats."]
     body = {"model": "demo", "input": texts}
-    wanted = [one["embedding"] for one in httpx.post(f"{url}/v1/embeddings", json=body).json()["data"]]
+    wanted = [one["embedding"] for one in httpx.post(f"{url}/embeddings", json=body).json()["data"]]
     found = client.embed("demo", texts)
     assert [list(one) for one in found.embeddings] == wanted
     assert (found.prompt_eval_count or 0) > 2
@@ -115,7 +101,7 @@ def test_embeddings_are_those_of_the_other_route(url: str, client: ollama.Client
     assert len(cut.embeddings[0]) == 8
     with pytest.raises(ollama.ResponseError, match="max_model_len"):
         client.embed("demo", ["pen " * 2000], truncate=False)
-    plain = httpx.post(f"{url}/v1/embeddings", json={"input": QUESTION, "normalize": False}).json()
+    plain = httpx.post(f"{url}/embeddings", json={"input": QUESTION, "normalize": False}).json()
     assert list(client.embeddings("demo", QUESTION).embedding) == plain["data"][0]["embedding"]
 
 
@@ -152,22 +138,22 @@ def test_what_cannot_be_done_is_refused_by_name(client: ollama.Client, more: Any
         client.chat(**({"model": "demo", "messages": ASKED} | more))
 
 
-def test_unknown_options_are_named(url: str) -> None:
+def test_unknown_options_are_named(address: str) -> None:
     body = {"model": "demo", "messages": ASKED, "stream": False, "options": {"num_predict": 2, "novel": 1}}
-    answer = httpx.post(f"{url}/api/chat", json=body, timeout=120)
+    answer = httpx.post(f"{address}/api/chat", json=body, timeout=120)
     assert answer.headers["X-D3-Ignored-Fields"] == "options.novel"
 
 
-def test_langchain_chats_and_embeds(url: str) -> None:
-    chat = ChatOllama(base_url=url, model="demo", temperature=0, num_predict=8)
-    wanted = said(url, temperature=0, max_tokens=8)
+def test_langchain_chats_and_embeds(address: str, url: str) -> None:
+    chat = ChatOllama(base_url=address, model="demo", temperature=0, num_predict=8)
+    wanted = said(url, ASKED, temperature=0, max_tokens=8)
     assert chat.invoke(QUESTION).content == wanted
     assert "".join(str(chunk.content) for chunk in chat.stream(QUESTION)) == wanted
-    longer = ChatOllama(base_url=url, model="demo", temperature=0, num_predict=64)
+    longer = ChatOllama(base_url=address, model="demo", temperature=0, num_predict=64)
     structured = longer.with_structured_output({"title": "count", **SCHEMA}, method="json_schema")
     found: Any = structured.invoke(QUESTION)
     assert set(found) == {"many"}
-    llm = OllamaLLM(base_url=url, model="demo", temperature=0, num_predict=8)
+    llm = OllamaLLM(base_url=address, model="demo", temperature=0, num_predict=8)
     assert llm.invoke(QUESTION) == wanted
-    vectors = OllamaEmbeddings(base_url=url, model="demo").embed_documents([QUESTION, "Ann"])
+    vectors = OllamaEmbeddings(base_url=address, model="demo").embed_documents([QUESTION, "Ann"])
     assert [len(vector) for vector in vectors] == [len(vectors[0])] * 2

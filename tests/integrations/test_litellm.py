@@ -2,12 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import agents
 import pytest
-from demo_server import demo_server
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks for one from elsewhere
 pytest.importorskip("litellm", reason="litellm is not installed: make test-with-litellm does it")
@@ -19,9 +17,8 @@ TURNS = [{"role": "user", "content": QUESTION}]
 
 
 @pytest.fixture(scope="module")
-def asked() -> Iterator[dict[str, Any]]:
-    with demo_server() as address:
-        yield {"model": "openai/demo", "api_base": f"{address}/v1", "api_key": "none", "num_retries": 0}
+def asked(url: str) -> dict[str, Any]:
+    return {"model": "openai/demo", "api_base": url, "api_key": "none", "num_retries": 0}
 
 
 def test_chats_are_answered_whole_and_in_pieces(asked: dict[str, Any]) -> None:

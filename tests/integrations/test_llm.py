@@ -157,10 +157,9 @@ def test_an_argument_of_a_call_that_asks_for_nothing_is_taken(llm: LLM) -> None:
     assert llm.chat(ASKED, params, use_tqdm=False, **ASKING_FOR_NOTHING)[0].finished
 
 
-@pytest.mark.parametrize("transport", ["thread", "process"])
 @on_a_loop
-async def test_the_engine_for_many_callers_refuses_them_alike(transport: str) -> None:
-    async with AsyncEngine("demo", transport=transport, **SMALL) as engine:
+async def test_the_engine_for_many_callers_refuses_them_alike() -> None:
+    async with AsyncEngine("demo", **SMALL) as engine:
         for face in (engine, engine.sync()):
             for argument, value in OTHERS:
                 with pytest.raises(InvalidValueError, match=f"^{argument} must be"):

@@ -3,15 +3,11 @@ The tasks are made here from a few items: of the public data sets where they lie
 generated problems anywhere."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import TinyLlama
@@ -25,7 +21,9 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[test]'")
 pytest.importorskip("datasets", reason="datasets is not installed: pip install '.[eval]'")
 
-from lm_eval import simple_evaluate
+import datasets
+from harness_tasks import assert_same, choice, evaluate, generation, write_task
+from huggingface_hub import constants
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -33,63 +31,6 @@ from d3engine.integrations.lm_eval import D3EngineLM
 
 CACHE = {"kv_cache_memory_bytes": 2**24}
 pytestmark = pytest.mark.usefixtures("offline")
-
-
-def write_task(folder: Path, name: str, items: list[dict[str, Any]], **fields: Any) -> None:
-    """A task of the harness as users write them: a YAML beside a data file."""
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(item) + "\n" for item in items))
-    task = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        **fields,
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
-
-
-def generation(prompt: str, target: str, until: list[str], tokens: int) -> dict[str, Any]:
-    return {
-        "output_type": "generate_until",
-        "doc_to_text": prompt,
-        "doc_to_target": target,
-        "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": tokens},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-
-
-def choice(prompt: str, choices: str, target: str) -> dict[str, Any]:
-    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-    asked = {"doc_to_text": prompt, "doc_to_choice": choices, "doc_to_target": target}
-    return {"output_type": "multiple_choice", "metric_list": metrics, **asked}
-
-
-def evaluate(folder: Path, model: Any, tasks: list[str], **arguments: Any) -> dict[str, Any]:
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found: dict[str, Any] = simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=True, **arguments
-    )
-    return found
-
-
-def responses(found: dict[str, Any], task: str) -> list[Any]:
-    return [sample["resps"] for sample in sorted(found["samples"][task], key=lambda sample: sample["doc_id"])]
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], tasks: list[str]) -> None:
-    for task in tasks:
-        for own, their in zip(responses(found, task), responses(wanted, task), strict=True):
-            if isinstance(own[0][0], str):
-                assert own == their
-            else:
-                pairs = zip(own, their, strict=True)
-                assert all(a[0][0] == pytest.approx(b[0][0], abs=2e-3, rel=1e-5) for a, b in pairs)
-                assert [a[0][1] for a in own] == [b[0][1] for b in their]
-        scores, their_scores = found["results"][task], wanted["results"][task]
-        numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
-        assert numbers
-        assert numbers == pytest.approx({name: their_scores[name] for name in numbers})
 
 
 def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: TinyLlama, theirs: HFLM) -> None:
@@ -103,8 +44,8 @@ def test_generated_problems_score_as_with_the_hf_backend(tmp_path: Path, tiny: T
     write_task(tmp_path, "own_choice", items, **choice(prompt, "{{choices}}", "{{choices.index(a)}}"))
     tasks = ["own_generation", "own_choice"]
     arguments = f"pretrained={tiny.directory},depth=full,kv_cache_memory_bytes={2**24}"
-    found = evaluate(tmp_path, "d3engine", tasks, model_args=arguments, num_fewshot=0)
-    assert_same(found, evaluate(tmp_path, theirs, tasks, num_fewshot=0), tasks)
+    found = evaluate(tmp_path, tasks, model="d3engine", model_args=arguments, num_fewshot=0)
+    assert_same(found, evaluate(tmp_path, tasks, model=theirs, num_fewshot=0), tasks)
 
 
 def test_gsm8k_and_bbh_items_score_as_with_the_hf_backend(
@@ -119,7 +60,7 @@ def test_gsm8k_and_bbh_items_score_as_with_the_hf_backend(
     write_task(tmp_path, "own_bbh", bbh, **generation(expression, "{{target}}", ["</s>", "Q", "\n\n"], 8))
     write_task(tmp_path, "own_bbh_choice", bbh, **choice(expression, "['True', 'False']", "{{target}}"))
     tasks = ["own_gsm8k", "own_bbh", "own_bbh_choice"]
-    assert_same(evaluate(tmp_path, ours, tasks), evaluate(tmp_path, theirs, tasks), tasks)
+    assert_same(evaluate(tmp_path, tasks, model=ours), evaluate(tmp_path, tasks, model=theirs), tasks)
 
 
 def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -> None:
@@ -186,25 +127,30 @@ NOBODY = "http://127.0.0.1:9"
 """Where nothing listens."""
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path) -> None:
-    """In a process of its own: the libraries read their settings when they are imported, and write past our stderr."""
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, endpoint in ((constants, "ENDPOINT"), (datasets.config, "HF_ENDPOINT")):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(settings, endpoint, NOBODY)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)  # before the hub's library asks again
     write_task(tmp_path, "own_words", [], **generation("{{q}}", "{{a}}", ["\n"], 4), dataset_path="ada/questions")
-    command = [sys.executable, "-m", "d3engine", "eval", "demo", "--tasks", "own_words", "--include-path", "."]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env = own | {"HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, "--depth", "full"], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert "Retry" not in ran.stderr
-    (line,) = (line for line in ran.stderr.splitlines() if line.startswith("error:"))
+    words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--depth", "full"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert not waits
+    (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
     assert line.startswith(f"error: the data of own_words cannot be loaded ({NOBODY} cannot be reached: ")
     assert "--data DIR reads gsm8k and bbh from files in a folder" in line
 
 
-def test_a_task_with_data_of_its_own_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
+@pytest.mark.usefixtures("no_hub")
+def test_a_task_with_data_of_its_own_needs_no_hub(tmp_path: Path) -> None:
     write_task(tmp_path, "own_words", [{"q": "?", "a": "1"}], **generation("{{q}}", "{{a}}", ["\n"], 4))
     words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--depth", "full", "--json"]
     result = CliRunner().invoke(app, words)

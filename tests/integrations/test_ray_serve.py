@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: `make test-integr
 from contract import BEHIND, HANG_SECONDS, OverOpenAI, check_contract  # noqa: E402
 from page_programs import program_with  # noqa: E402
 from ray import serve  # noqa: E402
+from stack_programs import free_port  # noqa: E402
 
 if TYPE_CHECKING:
     from d3engine import RequestOutput
@@ -44,8 +44,7 @@ def long_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where a local Ray, which is there for this file alone, serves what it is given."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_worker_niceness", "0")  # by itself Ray lets its workers wait for all else on the machine
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
-from serving import serving
+from serving import HANG_SECONDS, serving
 
 from d3engine.errors import EngineDeadError
 
@@ -98,6 +99,14 @@ def anthropic_of(address: str) -> Any:
     from anthropic import Anthropic
 
     return Anthropic(base_url=address, api_key="none", max_retries=0)
+
+
+def said(url: str, messages: Any, **body: Any) -> str:
+    """What a chat completion says, of a server whose routes of OpenAI are under `url`."""
+    asked = {"model": "demo", "messages": messages, **body}
+    answer = httpx.post(f"{url}/chat/completions", json=asked, timeout=HANG_SECONDS).json()
+    found: str = answer["choices"][0]["message"]["content"]
+    return found
 
 
 @contextmanager

@@ -58,7 +58,6 @@ def assert_answers_as(
     *,
     held: Any = object,
     tolerance: float = 1.1e-5,
-    num_tokens: int = 64,
     **options: Any,
 ) -> None:
     """Greedy tokens are transformers', and log-probabilities within `tolerance` times the largest logit.
@@ -66,7 +65,7 @@ def assert_answers_as(
     transformers sees an answer in one pass: where each token is its choice after those before, so is the whole.
     Matrices of the engine are of a type in `held`.
     """
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
     options = {"dtype": "float32", "max_model_len": 512} | options
     with Engine(source, skip_tokenizer_init=True, **options) as engine:
         assert isinstance(engine.executor.model.weights.layers[0].qkv, held)

@@ -114,7 +114,7 @@ def write_gguf(
     writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     for key, value in keys.items():
         if key not in leave:
-            _add(writer, key, value)
+            add_key(writer, key, value)
     rng, in_turn = np.random.default_rng(0), itertools.cycle(types)
     for name, shape in shapes(architecture, tied=tied, **sizes).items():
         type_name = next(in_turn) if len(shape) == 2 else "F32"
@@ -122,24 +122,20 @@ def write_gguf(
         writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType[type_name])
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
+    write_and_close(writer)
+    return path if not part_tensors else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
+
+
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
+    kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}.get(type(value), "array")
+    getattr(writer, f"add_{kind}")(key, value)
+
+
+def write_and_close(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path if not part_tensors else min(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def corpus() -> list[str]:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,11 +70,8 @@ class Given(NamedTuple):
 
 
 def maker(directory: Path, **own: Any) -> MakeEngine:
-    def make(**changes: Any) -> Engine:
-        given: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "max_model_len": 96, "depth": FullDepth()}
-        return Engine(directory, device="cpu", skip_tokenizer_init=True, **(given | own | changes))
-
-    return make
+    given: dict[str, Any] = {"max_num_seqs": 8, "block_size": 4, "max_model_len": 96, "depth": FullDepth()} | own
+    return partial(Engine, directory, device="cpu", skip_tokenizer_init=True, **given)
 
 
 def always(requests: Sequence[Request]) -> Callable[[int], list[Request]]:
@@ -117,14 +115,11 @@ def over_8_bits(given: Given) -> Kind:
     """By PyTorch whatever its requests ask for, with sums in float64, rounded once."""
     # Another order of a sum may choose the next of 8-bit values. Elsewhere it depends on neighbours which steps the
     # native library takes; and on some machines so does the order of PyTorch's own float32 sums, by the number of rows.
-
-    def make(**changes: Any) -> Engine:
-        return given.make_engine(**({"kv_cache_dtype": "fp8", "enforce_eager": True} | changes))
-
+    make = partial(given.make_engine, kv_cache_dtype="fp8", enforce_eager=True)
     return Kind(make, lambda seed: some_requests(seed, 15), within=sums_of_doubles)
 
 
-def batch_invariant(cache: str) -> Callable[[Given], Kind]:
+def batch_invariant(given: Given, *, cache: str) -> Kind:
     """Under all policies that such an engine takes."""
     policies = [one for one in POLICIES if one.exit_rule(LAYERS) is None and one.schedule(LAYERS).on_skip != "project"]
 
@@ -135,13 +130,7 @@ def batch_invariant(cache: str) -> Callable[[Given], Kind]:
             for nth, one in enumerate(found)
         ]
 
-    def kind(given: Given) -> Kind:
-        def make(**changes: Any) -> Engine:
-            return given.make_engine(batch_invariant=True, kv_cache_dtype=cache, **changes)
-
-        return Kind(make, requests, same_bits)
-
-    return kind
+    return Kind(partial(given.make_engine, batch_invariant=True, kv_cache_dtype=cache), requests, same_bits)
 
 
 def of_own_policies(policies: Sequence[DepthPolicy], count: int) -> list[Request]:
@@ -155,39 +144,32 @@ def of_own_policies(policies: Sequence[DepthPolicy], count: int) -> list[Request
     return found
 
 
-def bridged(*, eager: bool) -> Callable[[Given], Kind]:
-    def kind(given: Given) -> Kind:
-        directory = given.folder / "model"
-        shutil.copytree(given.tiny_llama(**SIZES).directory, directory)
-        write_maps(some_maps(LAYERS, SIZES["hidden_size"]), directory, directory / BRIDGES_FILE)
-        table = LayerTable([range(LAYERS), [0, 5], [0, 1, 5], range(LAYERS), [0, 2, 4], [0, 1, 2, 3]], bridges="auto")
-        policies = [
-            *(D3(0.95, 0.5, bridges="auto"), D3(0.9, 0.1, tail=1, bridges="auto"), FullDepth()),
-            *(D3(0.9, 0.5, on_skip="copy", bridges="auto"), UnifiedSkip(1.5, bridges="auto"), D3(0.95, 0.5)),
-            *(SkipDecode(20, 2, bridges="auto"), table),
-        ]
-        requests = always(of_own_policies(policies, 2 * len(policies)))
-        return Kind(maker(directory, enforce_eager=eager), requests, alone={"enforce_eager": True})
-
-    return kind
+def bridged(given: Given, *, eager: bool) -> Kind:
+    directory = given.folder / "model"
+    shutil.copytree(given.tiny_llama(**SIZES).directory, directory)
+    write_maps(some_maps(LAYERS, SIZES["hidden_size"]), directory, directory / BRIDGES_FILE)
+    table = LayerTable([range(LAYERS), [0, 5], [0, 1, 5], range(LAYERS), [0, 2, 4], [0, 1, 2, 3]], bridges="auto")
+    policies = [
+        *(D3(0.95, 0.5, bridges="auto"), D3(0.9, 0.1, tail=1, bridges="auto"), FullDepth()),
+        *(D3(0.9, 0.5, on_skip="copy", bridges="auto"), UnifiedSkip(1.5, bridges="auto"), D3(0.95, 0.5)),
+        *(SkipDecode(20, 2, bridges="auto"), table),
+    ]
+    requests = always(of_own_policies(policies, 2 * len(policies)))
+    return Kind(maker(directory, enforce_eager=eager), requests, alone={"enforce_eager": True})
 
 
-def with_students(*, eager: bool = False, to_the_bit: bool = False) -> Callable[[Given], Kind]:
+def with_students(given: Given, *, eager: bool = False, to_the_bit: bool = False) -> Kind:
     """A student, and ladders of others of which each row is at its own place."""
-
-    def kind(given: Given) -> Kind:
-        trained = Trained(given.tiny_llama(**SIZES), given.folder / "model")
-        policy, ladder = Distilled(SKIPPED), Width(trained.ladder, 0.95, WIDTHS)
-        policies: list[DepthPolicy] = [policy, FullDepth(), ladder, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
-        policies += [Width(trained.ladder, steps=[2, 4, 7]), ladder, policy]
-        requests = of_own_policies(policies, 16)
-        if to_the_bit:
-            requests = [replace(one, params=replace(one.params, logprobs=3)) for one in requests]
-            return Kind(maker(trained.directory, batch_invariant=True, depth=ladder), always(requests), same_bits)
-        alone = {"enforce_eager": True}
-        return Kind(maker(trained.directory, enforce_eager=eager, depth=ladder), always(requests), alone=alone)
-
-    return kind
+    trained = Trained(given.tiny_llama(**SIZES), given.folder / "model")
+    policy, ladder = Distilled(SKIPPED), Width(trained.ladder, 0.95, WIDTHS)
+    policies: list[DepthPolicy] = [policy, FullDepth(), ladder, D3(0.9, 0.5), Distilled(SKIPPED, on_skip="copy")]
+    policies += [Width(trained.ladder, steps=[2, 4, 7]), ladder, policy]
+    requests = of_own_policies(policies, 16)
+    if to_the_bit:
+        requests = [replace(one, params=replace(one.params, logprobs=3)) for one in requests]
+        return Kind(maker(trained.directory, batch_invariant=True, depth=ladder), always(requests), same_bits)
+    alone = {"enforce_eager": True}
+    return Kind(maker(trained.directory, enforce_eager=eager, depth=ladder), always(requests), alone=alone)
 
 
 DRAFTS: list[DepthPolicy] = [
@@ -324,11 +306,7 @@ def adapted(given: Given) -> Kind:
     return Kind(make, always(requests * 2), same_bits)
 
 
-def hooked(backend: str) -> Callable[[Given], Kind]:
-    return lambda given: _hooked(given, backend)
-
-
-def _hooked(given: Given, backend: str) -> Kind:
+def hooked(given: Given, *, backend: str) -> Kind:
     """Hidden states are captured and changed; requests come twice, the second time to what the prefix cache has."""
     numbers = np.random.default_rng(0)
     vector = numbers.normal(size=48).astype(np.float32)
@@ -356,7 +334,7 @@ def _hooked(given: Given, backend: str) -> Kind:
     return Kind(make, always(requests * 2), same_bits) if backend == "native" else Kind(make, always(requests * 2))
 
 
-def embedding(*, eager: bool) -> Callable[[Given], Kind]:
+def embedding(given: Given, *, eager: bool) -> Kind:
     """Prompts are pooled in every way, among answers; all come twice."""
 
     def same(found: RequestOutput, wanted: RequestOutput, request: Request) -> None:
@@ -365,37 +343,34 @@ def embedding(*, eager: bool) -> Callable[[Given], Kind]:
         if found.embedding is not None and wanted.embedding is not None:
             assert np.abs(np.subtract(found.embedding, wanted.embedding)).max() < (1e-4 if eager else 1e-6)
 
-    def kind(given: Given) -> Kind:
-        prompts = random_prompts([1, 2, 7, 40, 60, 33], seed=1)
-        answer = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        requests = [
-            Request(tuple(prompt), params)
-            for nth, prompt in enumerate(prompts)
-            for params in (*map(pooling_params, ("mean", "last", "cls")), *[answer] * (nth % 2))
-        ]
-        make = maker(save_tiny_llama(given.folder).directory, enforce_eager=eager)
-        return Kind(make, always(requests * 2), same)
-
-    return kind
+    prompts = random_prompts([1, 2, 7, 40, 60, 33], seed=1)
+    answer = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    requests = [
+        Request(tuple(prompt), params)
+        for nth, prompt in enumerate(prompts)
+        for params in (*map(pooling_params, ("mean", "last", "cls")), *[answer] * (nth % 2))
+    ]
+    make = maker(save_tiny_llama(given.folder).directory, enforce_eager=eager)
+    return Kind(make, always(requests * 2), same)
 
 
 KINDS: dict[str, Callable[[Given], Kind]] = {
     "policies": of_policies,
     "8-bit cache": over_8_bits,
-    "batch-invariant": batch_invariant("auto"),
-    "batch-invariant, 8-bit cache": batch_invariant("fp8"),
-    "bridges by PyTorch": bridged(eager=True),
-    "bridges": bridged(eager=False),
-    "students by PyTorch": with_students(eager=True),
-    "students": with_students(),
-    "batch-invariant students": with_students(to_the_bit=True),
+    "batch-invariant": partial(batch_invariant, cache="auto"),
+    "batch-invariant, 8-bit cache": partial(batch_invariant, cache="fp8"),
+    "bridges by PyTorch": partial(bridged, eager=True),
+    "bridges": partial(bridged, eager=False),
+    "students by PyTorch": partial(with_students, eager=True),
+    "students": with_students,
+    "batch-invariant students": partial(with_students, to_the_bit=True),
     "drafts by own layers": self_drafting,
     "drafts by parts of layers": drafting_by_parts,
     "drafts by a second model": second_model,
     "drafts by EAGLE-3": eagle3,
     "adapters": adapted,
-    "hidden states": hooked("native"),
-    "hidden states by PyTorch": hooked("torch"),
-    "embeddings by PyTorch": embedding(eager=True),
-    "embeddings": embedding(eager=False),
+    "hidden states": partial(hooked, backend="native"),
+    "hidden states by PyTorch": partial(hooked, backend="torch"),
+    "embeddings by PyTorch": partial(embedding, eager=True),
+    "embeddings": partial(embedding, eager=False),
 }

@@ -40,7 +40,7 @@ def serving_program(folder: Path, program: str, ready: str, command: Sequence[st
             start_new_session=True,
         )
     try:
-        _wait(process, ready, log)
+        wait_until_ready(process, ready, log)
         yield log
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -51,14 +51,15 @@ def serving_program(folder: Path, program: str, ready: str, command: Sequence[st
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], ready: str, log: Path) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], ready: str, log: Path) -> None:
+    """Wait until GET `ready` answers 200; fails with the log of a process that has ended."""
     until = time.monotonic() + 2 * HANG_SECONDS
     while time.monotonic() < until:
-        assert process.poll() is None, log.read_text()
+        assert process.poll() is None, log.read_text(errors="replace")
         try:
             if httpx.get(ready, timeout=HANG_SECONDS).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    raise AssertionError(f"the program does not answer:\n{log.read_text()}")
+    raise AssertionError(f"the program does not answer:\n{log.read_text(errors='replace')}")

@@ -1,6 +1,7 @@
-"""Requests that are stepped to their end, and the plans of the steps, for tests of the step API."""
+"""Greedy requests, engines that run them to their end, and the plans of their steps."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from d3engine import Engine, RequestOutput, SamplingParams
@@ -9,7 +10,15 @@ from d3engine.scheduling.plan import Plan
 
 
 def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | more)
+
+
+def generated(directory: Path | str, prompts: list[list[int]], params: Any, **options: Any) -> list[RequestOutput]:
+    """The outputs of an engine of this model without a tokenizer, which ends with them."""
+    with Engine(directory, skip_tokenizer_init=True, **options) as engine:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        engine.scheduler.check_integrity()
+        return outputs
 
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:

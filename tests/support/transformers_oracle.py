@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +70,14 @@ def assert_same_tokens(token_ids: list[int], answer: Answer, tie: float = 0.0) -
             gap = answer.gaps[place]
             assert gap < tie, f"token {place} is {token}, not {expected}, which was ahead by {gap:.3g}"
             return
+
+
+def assert_answers(outputs: Iterable[Any], answers: Iterable[Any], tie: float = 0.0) -> None:
+    """Outputs of one sequence each have the tokens, as `assert_same_tokens` says, and the depths of the oracle."""
+    for output, answer in zip(outputs, answers, strict=True):
+        (completion,) = output.outputs
+        assert completion.depths == answer.depths
+        assert_same_tokens(completion.token_ids, answer, tie)
 
 
 def _forget_lengths(model: LlamaForCausalLM) -> None:

@@ -4,17 +4,16 @@ find the libpython of this very Python, and `python3` on the path must be this o
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from stack_programs import free_port, wait_until_ready
 
 HANG_SECONDS = 300.0
 
@@ -52,7 +51,7 @@ def triton_server(repository: Path, scratch: Path) -> Iterator[Ports]:
         "PYTHONPATH": ":".join(path for path in sys.path if "site-packages" in path),
         "OMP_NUM_THREADS": "1",
     }
-    ports = Ports(*_free_ports(3))
+    ports = Ports(free_port(), free_port(), free_port())
     command = [
         str(package / "tritonserver" / "bin" / "tritonserver"),
         f"--model-repository={repository}",
@@ -68,7 +67,7 @@ def triton_server(repository: Path, scratch: Path) -> Iterator[Ports]:
     with (scratch / "log").open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
-        _wait_until_ready(server, ports.http, scratch / "log")
+        wait_until_ready(server, f"http://127.0.0.1:{ports.http}/v2/health/ready", scratch / "log")
         yield ports
     finally:
         server.terminate()
@@ -76,22 +75,3 @@ def triton_server(repository: Path, scratch: Path) -> Iterator[Ports]:
             server.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             server.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
-def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    until = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < until:
-        assert server.poll() is None, log.read_text(errors="replace")[-8000:]
-        with suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=10)
-            return
-        time.sleep(0.1)
-    raise AssertionError(log.read_text(errors="replace")[-8000:])

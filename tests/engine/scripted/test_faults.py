@@ -9,7 +9,6 @@ from scripted import executor_of, greedy, likeliest
 from stepping import finish
 
 from d3engine import Engine, EngineDeadError, RequestOutput, SamplingParams
-from d3engine.errors import D3EngineError
 from d3engine.text.detokenizer import TokenTexts
 
 
@@ -122,6 +121,7 @@ def test_engine_fault_ends_the_engine_for_every_caller(engine: Engine) -> None:
     calls: list[Callable[[], object]] = [
         engine.step,
         lambda: engine.generate("a", greedy(), use_tqdm=False),
+        lambda: engine.prepare("a"),
         lambda: engine.add_request("new", "a", greedy()),
         lambda: engine.stream("a", greedy()),
         lambda: next(stream),
@@ -142,19 +142,3 @@ def test_interrupt_keeps_its_name_and_ends_the_engine(engine: Engine) -> None:
         engine.step()
     with pytest.raises(EngineDeadError):
         engine.step()
-
-
-def test_a_closed_engine_says_so(make_engine: MakeEngine) -> None:
-    with make_engine() as engine:
-        engine.generate("a", greedy(1), use_tqdm=False)
-    engine.close()
-    engine.close()
-    calls: list[Callable[[], object]] = [
-        engine.step,
-        lambda: engine.generate("a", greedy(), use_tqdm=False),
-        lambda: engine.add_request("new", "a", greedy()),
-        lambda: engine.stream("a", greedy()),
-    ]
-    for call in calls:
-        with pytest.raises(D3EngineError, match="the engine is closed"):
-            call()
