@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bridge_cost, bridge_texts, draft_frontier, lossless
+from benchmarks import bridge_cost, draft_frontier, lossless
 from d3engine.depth import D3
 from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import write_bridges
@@ -79,22 +79,3 @@ def test_drafts_with_and_without_bridges_are_in_one_plot(tmp_path: Path) -> None
     times = [*some[:2], "0.5", "0.5", "--lengths", "2", "--prompts=1", "--tokens=12", "--repeats=1"]
     assert lossless.main([*times, f"--bridges={bridges}", f"--json={file}"]) == 0
     assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
-
-
-def test_bridges_of_each_amount_and_rank_meet_each_kind_of_text(tmp_path: Path) -> None:
-    """Bridges of every amount and rank are judged on every kind of text."""
-    files = [str(tmp_path / f"{thing}.jsonl") for thing in ("pens", "cups")]
-    for file, count in zip(files, (6, 1), strict=True):
-        thing = Path(file).stem
-        lines = [{"text": f"Tom has {n} {thing}. Tom finds {n + 2}. Then {n} more arrive. " * 3} for n in range(count)]
-        Path(file).write_text("\n".join(map(json.dumps, lines)))
-    asked = ["--model=demo", "--dtype=float32", "--window=3:6", "--held-out-texts=1", f"--text={files[0]}"]
-    asked += [f"--held-out={file}" for file in files]
-    assert bridge_texts.main([*asked, "--positions", "60", "999", "--rank", "8", f"--json={tmp_path / 'report'}"]) == 0
-    rows = json.loads((tmp_path / "report").read_text())["rows"]
-    assert [(row["held_out"], row["rank"]) for row in rows] == [
-        (kind, rank) for rank in (None, None, 8) for kind in ("pens", "cups")
-    ]
-    amounts = [row["positions"] for row in rows]
-    assert 60 <= amounts[0] == amounts[1] < amounts[2] == amounts[5]
-    assert len({row["kl"] for row in rows}) == len(rows)
