@@ -290,7 +290,8 @@ class Model:
         wanted = [name for name in settings.peers if name not in without]
         if LLAMA_CPP in wanted:
             with suppress(ImportError):
-                from benchmarks.llama_cpp import LlamaCpp, write_gguf
+                from benchmarks.gguf_writing import write_gguf
+                from benchmarks.llama_cpp import LlamaCpp
 
                 path = self._folder / f"{kind}.gguf"
                 if not path.exists():

@@ -1,6 +1,6 @@
 """What 4 and 8 bits cost a model: KL divergence, agreement and perplexity beside its floats, and bits per weight.
 
-The floats are a GGUF file's own, their channels shuffled (`gguf_copy.py`), and go to this project's schemes and to
+The floats are a GGUF file's own, their channels shuffled (`gguf_writing.py`), and go to this project's schemes and to
 llama.cpp's types. Texts are the model's own answers in chats, and pages of this documentation; int4 fits others.
 """
 
@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.gguf_copy import in_q4_0, quantized_by_llama_cpp, shuffled
+from benchmarks.gguf_writing import in_q4_0, quantized_by_llama_cpp, shuffled
 from benchmarks.judged_texts import (
     RESAMPLES,
     Text,

@@ -246,7 +246,7 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
     """A GGUF file of the model's weights in the type in which d3engine holds them."""
     import torch
 
-    from benchmarks.llama_cpp import write_gguf
+    from benchmarks.gguf_writing import write_gguf
     from benchmarks.systems import weights_of
     from d3engine.engine.model_directory import model_directory
     from d3engine.model.config import ModelConfig

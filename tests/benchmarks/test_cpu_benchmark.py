@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import cpu
-from benchmarks.llama_cpp import write_gguf
+from benchmarks.gguf_writing import write_gguf
 from benchmarks.systems import model_at, need_llama, weights_of
 from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import TorchPeer

@@ -16,7 +16,7 @@ import pytest
 from demo_server import serving_demo
 from tqdm import tqdm
 
-from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.gguf_writing import add_tokenizer
 from benchmarks.report import interval_of_median
 from benchmarks.serving import __main__ as program
 from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson, prompt
