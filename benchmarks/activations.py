@@ -6,7 +6,6 @@ The texts are its own answers in chats, each read as a prompt: a row has the sam
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.judged_texts import RESAMPLES, chat_texts, compared, figures, figures_in_words, read_prompt
-from benchmarks.report import option, print_table, run_benchmark
+from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 
 
@@ -60,9 +59,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, [(str(row["positions"]), *figures_in_words(row), f"{row['perplexity']:.4f}")], title)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    return run_benchmark("activations", __doc__, Settings, measure, show, arguments, width=140)
+main = main_of("activations", __doc__, Settings, measure, show, width=140)
 
 
 if __name__ == "__main__":

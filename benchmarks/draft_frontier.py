@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
 from benchmarks.lossless import acceptance_for, tokens_for
-from benchmarks.report import Parser, option, print_table, settings_of
+from benchmarks.report import main_of, option, print_table
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
@@ -173,12 +172,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     save_figure(figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    parser = Parser("draft_frontier", __doc__, arguments, Settings)
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    parser.publish(measure(settings_of(Settings, parser.given())), show, width=120, plot=plot)
-    return 0
+main = main_of("draft_frontier", __doc__, Settings, measure, show, width=120, plot=plot)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from benchmarks.report import in_turns, option, print_table, run_benchmark, spread
+from benchmarks.report import in_turns, main_of, option, print_table, spread
 from d3engine.engine.engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
@@ -102,9 +102,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, f"a decode step, ms: median (least-most); {report['executor']}", left=columns)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    return run_benchmark("lora", __doc__, Settings, measure, show, arguments, width=100)
+main = main_of("lora", __doc__, Settings, measure, show, width=100)
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ def plot(report: dict[str, Any], path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = Parser("lossless", __doc__, arguments, Settings)
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.add_plot()
     options = parser.given()
     only_windows = {"drafts": ()} if options.windows and not options.drafts else {}
     settings = settings_of(Settings, options, **only_windows)

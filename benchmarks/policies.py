@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, print_table, summary, write_json
+from benchmarks.report import Parser, option, print_table, settings_of, summary
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -55,13 +55,13 @@ class Settings:
     """What is run: test `problems` for quality, `timed` of them for time in each of `repeats` rounds, `calibration`
     problems of the validation split to find each system's parameter; `batch` answers at once."""
 
-    problems: int = 200
-    timed: int = 16
-    calibration: int = 24
-    repeats: int = 5
-    batch: int = 8
-    max_tokens: int = 96
-    threads: int = 1
+    problems: int = option(200)
+    timed: int = option(16)
+    calibration: int = option(24)
+    repeats: int = option(5)
+    batch: int = option(8)
+    max_tokens: int = option(96)
+    threads: int = option(1)
 
 
 @dataclass
@@ -314,6 +314,10 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _print_markdown(report: dict[str, Any], console: Console) -> None:
+    print(markdown(report))
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a system."""
     settings = report["settings"]
@@ -337,20 +341,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its table."""
-    parser = Parser("policies", __doc__, arguments)
-    for name, default in asdict(Settings()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
+    parser = Parser("policies", __doc__, arguments, Settings)
     parser.add_argument("--markdown", action="store_true", help="print the table as a page has it")
-    options = vars(parser.given())
-    file, as_markdown = options.pop("json"), options.pop("markdown")
-    report = measure_all(Settings(**options))
-    report["environment"] = parser.environment()
-    if as_markdown:
-        print(markdown(report))
-    else:
-        show(report, Console(width=None if sys.stdout.isatty() else 160))
-    if file:
-        write_json(report, file)
+    options = parser.given()
+    shown = _print_markdown if options.markdown else show
+    parser.publish(measure_all(settings_of(Settings, options)), shown, width=160)
     return 0
 
 

@@ -86,6 +86,10 @@ class Parser(argparse.ArgumentParser):
         given = usual | one.metadata[OPTION]
         self.add_argument(given.pop("flag", f"--{one.name.replace('_', '-')}"), **given)
 
+    def add_plot(self) -> None:
+        """The option --plot of `publish`."""
+        self.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+
     def given(self) -> argparse.Namespace:
         """The options."""
         self._options = self.parse_args(self._words)
@@ -120,20 +124,26 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def run_benchmark(
+def main_of(
     name: str,
     doc: str | None,
     settings: type[Settings],
     measure: Callable[[Settings], dict[str, Any]],
     show: Callable[[dict[str, Any], Console], None],
-    arguments: Sequence[str] | None,
     *,
     width: int,
-) -> int:
-    """Read the settings, measure, print the report and write it where --json says; the exit status."""
-    parser = Parser(name, doc, arguments, settings)
-    parser.publish(measure(settings_of(settings, parser.given())), show, width=width)
-    return 0
+    plot: Callable[[dict[str, Any], str], None] | None = None,
+) -> Callable[..., int]:
+    """`main` of a benchmark: read the settings, measure, print the report, and write or draw it where that is asked."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parser = Parser(name, doc, arguments, settings)
+        if plot is not None:
+            parser.add_plot()
+        parser.publish(measure(settings_of(settings, parser.given())), show, width=width, plot=plot)
+        return 0
+
+    return main
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
