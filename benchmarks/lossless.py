@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,14 +22,29 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
 from benchmarks.report import Parser, option, ratios, settings_of, summary
 from d3engine import InvalidValueError
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.analysis.answers import Prompt, read_prompts
+from d3engine.research.evaluation.word_problems import format_prompt, problems
 from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
+
+DRAFT = {"flag": "--draft", "action": "append", "nargs": 2, "type": float, "metavar": ("ALPHA", "START")}
+DRAFT_HELP = "a setting of D3 to draft with; may be repeated"
+LENGTHS_HELP = "draft lengths"
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Prompts, and what drafts of D3 cross skipped layers by. `chat` is a file of prompts, one a line."""
+
+    bridges: str | None = option(None, "bridges that drafts cross skipped layers by", metavar="FILE")
+    prompts: int = option(4, "word problems, or lines of --chat")
+    chat: str | None = option(None, "prompts for the chat template, one a line, not word problems", metavar="FILE")
+    tokens: int = option(64, "tokens of an answer at most")
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,13 @@ class Draft:
     def policy(self, length: int) -> SelfSpeculative:
         """The answers of full depth, drafted `length` tokens at a time."""
         return self.verified(self.alone, length)
+
+
+def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
+    """A given number of word problems, or as many lines of the file `chat` in the model's chat template."""
+    if chat is None:
+        return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), count)]
+    return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in read_prompts(Path(chat), count)]
 
 
 def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
@@ -162,6 +185,13 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
+def counts_of(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
+    """Drafted and accepted tokens, and verifications."""
+    names = ("num_drafted_tokens", "num_accepted_tokens", "num_verifications")
+    drafted, accepted, passes = (sum(getattr(one.metrics, name) for one in outputs) for name in names)
+    return drafted, accepted, passes
+
+
 def _full_depth(count: int, cells: Sequence[dict[str, Any]], seconds: Sequence[float]) -> dict[str, Any]:
     """Its speed, and the best draft beside it; nothing without timed rounds."""
     if not seconds:
@@ -178,10 +208,7 @@ def _cell(
     full = [output.outputs[0].token_ids for output in answers["full"]]
     given = [output.outputs[0] for output in answers[name]]
     assert [answer.token_ids for answer in given] == full, f"{name} is not lossless"
-    metrics = [output.metrics for output in answers[name]]
-    drafted = sum(m.num_drafted_tokens for m in metrics)
-    accepted = sum(m.num_accepted_tokens for m in metrics)
-    passes = sum(m.num_verifications for m in metrics)
+    drafted, accepted, passes = counts_of(answers[name])
     count = sum(map(len, full))
     counts = {
         **draft.about,
