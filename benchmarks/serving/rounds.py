@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.report import interval_of_median, option, summary
-from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, poisson
+from benchmarks.serving.asking import DEPTHS, Answered, Client, bursts, figures, poisson
 from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
 from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
 
@@ -94,7 +94,7 @@ class Measured:
     @classmethod
     def of(cls, name: str, server: Server, tokens: int) -> Measured:
         """A separate client, which asks for a given number of tokens."""
-        return cls(name, server, Client(Asking(server.url, server.model_name(), tokens)))
+        return cls(name, server, Client(server.url, server.model_name(), tokens))
 
     def streams(self, count: int, seconds: float, depth: str) -> dict[str, float]:
         """The figures of several streams, the server's processor time per token among them."""
