@@ -41,7 +41,7 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", module, *map(_without_folder, arguments)]),
         "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: version_of(package) for package in PACKAGES},
         "system": platform.system(),
         "cpu": _cpu(),
         "logical_cores": os.cpu_count(),
@@ -273,7 +273,8 @@ def _commit() -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """What is installed of a package; None where nothing is."""
     try:
         return version(package)
     except PackageNotFoundError:

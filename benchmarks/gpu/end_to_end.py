@@ -22,12 +22,12 @@ from benchmarks.gpu.models import (
     in_blocks,
     new_engine,
     params_for,
-    prompts_for,
     quantized,
     random_model,
     with_8_bit_cache,
 )
 from benchmarks.gpu.plain_llama import PlainLlama
+from benchmarks.systems import prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu.common import Round, host_seconds, time_limit
 from benchmarks.gpu.end_to_end import BBH
-from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, prompts_for, random_model
+from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, random_model
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
-from benchmarks.systems import transformers_model
+from benchmarks.systems import prompts_for, transformers_model
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 

@@ -30,7 +30,6 @@ KIB_IN_FLIGHT = (8, 16, 32, 64)
 LAUNCHED_LAYERS = 100
 """Layers that have fewer kernels than a stream holds before the host must wait."""
 LAUNCHED_ROWS = 32
-PROCESSORS = 132  # where there is no device to ask
 FP8_ROWS_ERROR = 0.08
 """Of a product of normal numbers whose rows are rounded to 8-bit floats: 0.026, and twice that in the interpreter,
 which rounds the largest of a row down."""

@@ -14,6 +14,7 @@ from round_clock import HERE, ROOT, set_clock
 from benchmarks.gpu import arrivals, end_to_end, kernels, models
 from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.gpu.plain_llama import PlainLlama
+from benchmarks.systems import prompts_for
 from d3engine.depth import D3, FullDepth
 from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
@@ -123,7 +124,7 @@ def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
 def test_rows_that_ran_other_layers_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that run other layers than they were to are not timed."""
     with models.random_model("llama2-7b", HERE) as model:
-        prompts = models.prompts_for(model.config, 2, 5)
+        prompts = prompts_for(model.config, 2, 5)
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
         mixed = [end_to_end.fixed_depth(depth, 8) for depth in (8, 4)]
         assert len(end_to_end._calls(engine, model, prompts, mixed, 3, HERE)) == end_to_end.REPEATS
@@ -175,7 +176,7 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
 def test_plain_llama_has_the_tokens_of_the_engine() -> None:
     """That it compiles whole, and has them then too, the rehearsal of the peers shows."""
     with models.random_model("llama2-7b", HERE) as model:
-        prompts = models.prompts_for(model.config, 2, 11)
+        prompts = prompts_for(model.config, 2, 11)
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
         outputs = engine.generate(prompts, models.params_for(FullDepth(), 9), use_tqdm=False)
         plain = PlainLlama(model.config, model.weights, batch=2, length=20)
