@@ -31,7 +31,7 @@ from benchmarks.judged_texts import (
     page_texts,
     read_prompt,
 )
-from benchmarks.report import Parser, interval, option, print_table, settings_of
+from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import open_checkpoint
@@ -118,19 +118,6 @@ def _row(form: str, kind: str, sums: list[Any], own: list[Any], texts: Sequence[
     return {"weights": form, "texts": kind, **figures(np.array(sums), np.array(own), which)}
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The rows of a page's table: a form's bits, and KL divergence and perplexity on both kinds of text."""
-    lines = []
-    for form in dict.fromkeys(row["weights"] for row in report["rows"]):
-        rows = {row["texts"]: row for row in report["rows"] if row["weights"] == form}
-        bits = [f"{rows[KINDS[0]][name]:.2f}" for name in ("bits_of_layers", "bits_of_all") if form != "floats"]
-        cells = [form, ", ".join(bits) or "32"]
-        for kind in KINDS:
-            cells += [interval(rows[kind]["kl"], ".4f"), f"{rows[kind]['perplexity']:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a row for each form of the weights and each kind of text."""
     settings = report["settings"]
@@ -153,15 +140,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, title)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    parser = Parser("weight_forms", __doc__, arguments, Settings)
-    options = parser.given()
-    report = measure(settings_of(Settings, options))
-    parser.publish(report, show, width=150)
-    if options.json is not None:
-        print(markdown(report))
-    return 0
+main = main_of("weight_forms", __doc__, Settings, measure, show, width=150)
 
 
 if __name__ == "__main__":

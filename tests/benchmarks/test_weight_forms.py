@@ -1,6 +1,5 @@
 """What `benchmarks.weight_forms` compares: copies of a GGUF file that are the same model, and their bits."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,6 @@ from benchmarks import gguf_writing
 from benchmarks import weight_forms as benchmark
 from d3engine import Engine, SamplingParams
 from d3engine.weights_tools.quantize import quantize_model
-
-ROOT = Path(__file__).parents[2]
-SIZES = {"hidden": 64, "intermediate": 128}
 
 
 @pytest.fixture
@@ -65,12 +61,3 @@ def test_bits_count_scales_of_groups(original: Path, tmp_path: Path) -> None:
     int8, _ = benchmark.bits_per_weight(tmp_path / "int8", tmp_path / "floats.gguf")
     assert 4.5 < q4_0 < whole < int8
     assert 8 < int8 < 10
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("weight-forms-*.json")), ids=str)
-def test_page_has_the_figures_of_the_result(file: Path) -> None:
-    """The table of the how-to page is what the command prints."""
-    lines = benchmark.markdown(json.loads(file.read_text())).splitlines()
-    page = (ROOT / "docs" / "how-to" / "quantize.md").read_text().splitlines()
-    assert len(lines) > 4
-    assert [line for line in lines if line not in page] == []
