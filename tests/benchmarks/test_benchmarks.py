@@ -22,14 +22,6 @@ from d3engine.request.admission import Immediate
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("decode") / "decode.json"
@@ -241,14 +233,6 @@ def test_drafting_systems_answer_as_full_depth_with_acceptance(compared: dict[st
     assert mine > resumed > 16
     assert second >= 16
     assert rows[DRAFTING[2]]["policy"]["draft_model"] == "the lowest 11 layers of demo"
-
-
-def test_the_table_of_policies_is_printed_as_the_page_has_it(compared: dict[str, Any]) -> None:
-    lines = policies.markdown(compared).splitlines()
-    assert len(lines) == 2 + len(policies.SYSTEMS)
-    assert {line.count("|") for line in lines} == {len(policies.COLUMNS) + 1}
-    page = (Path(__file__).parents[2] / "docs" / "explanation" / "method.md").read_text()
-    assert lines[0] in page.splitlines()
 
 
 def test_the_lowest_layers_of_a_model_are_a_model_of_its_own(tmp_path: Path) -> None:

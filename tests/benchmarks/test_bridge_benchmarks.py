@@ -2,10 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import bridge_cost, draft_frontier, lossless
 from d3engine.depth import D3
@@ -13,14 +11,6 @@ from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import write_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.research.evaluation.accuracy import shape_of
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    """A benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rank", [None, 16])

@@ -1,7 +1,6 @@
 """The benchmark of decoding on a CPU runs, its figures follow from each other, and its peer gets the same weights."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,6 @@ from d3engine.model.gguf_file import open_gguf
 
 SHORT_PROMPTS = (20, 60)
 """Those of 512 and 2,048 tokens, which are measured, take seconds each."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

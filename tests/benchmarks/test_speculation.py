@@ -6,19 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import speculation
 from benchmarks.llama_cpp_drafts import answer
 from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, middle_runs, read_prompts
 from d3engine.engine.engine import Engine
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_there_are_fifteen_prompts_of_each_kind_and_no_two_alike() -> None:
