@@ -306,7 +306,7 @@ class Model:
             }
         if EAGER in wanted:
             sizes = {"threads": settings.threads, "rows": rows, "length": length}
-            found[EAGER] = EagerPeer(self.directory, self.weights[kind], **sizes)
+            found[EAGER] = EagerPeer(self.directory, self.weights[kind], enforce_eager=True, **sizes)
         return found
 
 
