@@ -84,8 +84,8 @@ class Simulation:
 
 
 def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterable[int]) -> dict[str, float]:
-    """A strategy at a batch size: L times the steps that ran anything over the layers that any row ran in them, the mean
-    of rows that ran, idle steps included, and of steps from arrival to the first step.
+    """A strategy at a batch size: L times the steps that ran anything over the layers that any row ran in them, and the
+    means of rows that ran, idle steps included, and of steps from arrival to the first step.
 
     `ticks` are the numbers of the steps, for a progress bar to watch.
     """

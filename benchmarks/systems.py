@@ -196,21 +196,24 @@ def _transformers_state(config: ModelConfig, weights: LlamaWeights) -> dict[str,
     return state
 
 
+def generated(model: Any, given: torch.Tensor, num_tokens: int, cache: Any, **options: Any) -> list[list[int]]:
+    """transformers' greedy tokens behind each of the prompts `given` [B, T], with its default attention."""
+    tokens = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        past_key_values=cache,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    found: list[list[int]] = tokens[:, given.shape[1] :].tolist()
+    return found
+
+
 def theirs(model: Any, prompts: list[list[int]], num_tokens: int) -> Generate:
-    """transformers' whole call: greedy `generate` with its default attention and its dynamic cache."""
+    """transformers' whole call: greedy `generate` with its dynamic cache."""
     from transformers import DynamicCache
 
     given = torch.tensor(prompts)
-
-    def generate() -> Answers:
-        generated = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            past_key_values=DynamicCache(config=model.config),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return Answers(generated[:, given.shape[1] :].tolist(), [])
-
-    return generate
+    return lambda: Answers(generated(model, given, num_tokens, DynamicCache(config=model.config)), [])
