@@ -21,7 +21,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.report import Parser, option, print_table, ratios, settings_of, spread, summary, tell, write_json
-from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
+from benchmarks.systems import PROMPT_TOKENS, decay_for, in_rounds, model_at, prompts_for, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
@@ -118,19 +118,6 @@ class Reader:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-
-
-def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, bar: tqdm[Any]) -> dict[str, Any]:
-    """One turn of each that counts for nothing, then the rounds: the summary of every figure, by system."""
-    figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
-    for number in range(repeats + 1):
-        for system, turn in turns.items():
-            rest()
-            found = turn()
-            for name, value in found.items() if number else ():
-                figures[system].setdefault(name, []).append(value)
-            bar.update()
-    return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
 
 
 def over_peers(systems: dict[str, Any], figure: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from benchmarks.report import option
+from benchmarks.report import option, summary
 from d3engine import InvalidValueError
 from d3engine.cli.plan import sizes
 from d3engine.depth import D3, DepthPolicy
@@ -115,6 +116,19 @@ def rest() -> None:
     """Before a system's turn: OpenMP's threads of the one before in this process spin for some milliseconds after it,
     on cores that the next one is to have."""
     time.sleep(0.05)
+
+
+def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, bar: tqdm[Any]) -> dict[str, Any]:
+    """One turn of each that counts for nothing, then the rounds: the summary of every figure, by system."""
+    figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
+    for number in range(repeats + 1):
+        for system, turn in turns.items():
+            rest()
+            found = turn()
+            for name, value in found.items() if number else ():
+                figures[system].setdefault(name, []).append(value)
+            bar.update()
+    return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
 
 
 def decay_for(num_layers: int, num_tokens: int) -> D3:
