@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from tqdm import tqdm
 
-from benchmarks.judged_texts import RESAMPLES, chat_texts, compared, figures, figures_in_words, read_prompt
+from benchmarks.judged_texts import RESAMPLES, chat_texts, figures, figures_in_words, judged
 from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 
@@ -40,12 +39,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         Engine(settings.model, activations="int8", **options) as rounded,
     ):
         texts = chat_texts(exact, settings.chats, settings.text_tokens)
-        sums, references = [], []
-        for text in tqdm(texts, unit="text"):
-            reference = read_prompt(exact, text)
-            sums.append(compared(text, read_prompt(rounded, text), reference))
-            references.append(compared(text, reference, reference))
-    found = figures(np.array(sums), np.array(references), np.ones(len(texts), bool))
+        own, sums = judged(texts, exact, {"int8": rounded})
+    found = figures(sums["int8"], own, np.ones(len(texts), bool))
     kept = asdict(settings) | {"model": settings.model.rpartition("/")[2], "resamples": RESAMPLES}
     return {"benchmark": "activations", "settings": kept, "figures": found}
 

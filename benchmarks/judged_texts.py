@@ -6,7 +6,7 @@ generates, a sampler takes the text's next token. Intervals are of resampled tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.report import interval, option
 from d3engine import Engine, SamplingParams
@@ -156,6 +157,17 @@ def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:
     loss = -found[range(len(text.answer)), text.answer].sum()
     same = (found.argmax(-1) == reference.argmax(-1)).sum()
     return np.array([float(kl), float(loss), float(same), len(text.answer)])
+
+
+def judged(texts: Sequence[Text], exact: Engine, others: Mapping[str, Engine]) -> tuple[Floats, dict[str, Floats]]:
+    """Each text read as a prompt: the sums of `exact` beside itself, and of each of the others beside it."""
+    own, sums = [], {name: [] for name in others}
+    for text in tqdm(texts, unit="text"):
+        reference = read_prompt(exact, text)
+        own.append(compared(text, reference, reference))
+        for name, engine in others.items():
+            sums[name].append(compared(text, read_prompt(engine, text), reference))
+    return np.array(own), {name: np.array(found) for name, found in sums.items()}
 
 
 def figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> dict[str, Any]:

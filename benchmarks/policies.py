@@ -136,14 +136,9 @@ def _skip_decode(budget: Budget) -> DepthPolicy:
     )
 
 
-def _unified(budget: Budget) -> DepthPolicy:
-    layers = budget.num_layers
-    return budget.nearest(UnifiedSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
-
-
-def _even(budget: Budget) -> DepthPolicy:
-    layers = budget.num_layers
-    return budget.nearest(EvenSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
+def _regular(kind: Callable[[str], DepthPolicy]) -> Callable[[Budget], DepthPolicy]:
+    """Of policies that keep k of L layers, the one nearest to the target."""
+    return lambda b: b.nearest(kind(f"{b.num_layers}/{kept}") for kept in range(2, b.num_layers + 1))
 
 
 def save_lowest_layers(model: str, count: int, directory: Path) -> Path:
@@ -176,8 +171,8 @@ SYSTEMS: list[System] = [
     System("D3", lambda budget: CALIBRATED),
     System("tail skip", _tail_skip),
     System("SkipDecode", _skip_decode),
-    System("unified skipping", _unified),
-    System("even skipping", _even),
+    System("unified skipping", _regular(UnifiedSkip)),
+    System("even skipping", _regular(EvenSkip)),
     System("early exit, softmax", lambda budget: budget.early_exit()),
     System("early exit, softmax, upper half", lambda b: b.early_exit(min_layer=b.num_layers // 2)),
     System("early exit, softmax, batch_min", lambda b: b.early_exit(min_layer=b.num_layers // 2, batch="batch_min")),

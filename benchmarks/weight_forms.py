@@ -21,16 +21,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.gguf_writing import in_q4_0, quantized_by_llama_cpp, shuffled
-from benchmarks.judged_texts import (
-    RESAMPLES,
-    Text,
-    chat_texts,
-    compared,
-    figures,
-    figures_in_words,
-    page_texts,
-    read_prompt,
-)
+from benchmarks.judged_texts import RESAMPLES, Floats, Text, chat_texts, figures, figures_in_words, judged, page_texts
 from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 from d3engine.model.config import ModelConfig
@@ -96,13 +87,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         engines = {form: stack.enter_context(Engine(path, **options)) for form, path in made.items()}
         texts = chat_texts(floats, settings.chats, settings.chat_tokens)
         texts += page_texts(floats, settings.pages, settings.page_tokens)
-        sums: dict[str, list[Any]] = {form: [] for form in engines}
-        own = []
-        for text in tqdm(texts, unit="text"):
-            reference = read_prompt(floats, text)
-            own.append(compared(text, reference, reference))
-            for form, engine in engines.items():
-                sums[form].append(compared(text, read_prompt(engine, text), reference))
+        own, sums = judged(texts, floats, engines)
     rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
     for form, found in sums.items():
         layers, whole = bits[form]
@@ -113,9 +98,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
 
 
-def _row(form: str, kind: str, sums: list[Any], own: list[Any], texts: Sequence[Text]) -> dict[str, Any]:
+def _row(form: str, kind: str, sums: Floats, own: Floats, texts: Sequence[Text]) -> dict[str, Any]:
     which = np.array([text.kind == kind for text in texts])
-    return {"weights": form, "texts": kind, **figures(np.array(sums), np.array(own), which)}
+    return {"weights": form, "texts": kind, **figures(sums, own, which)}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
