@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.native_steps import BYTE_ACTIVATIONS, NativeSteps, Sizes
+from benchmarks.native_steps import BYTE_ACTIVATIONS, FORMATS, NativeSteps, Sizes
 from benchmarks.report import Parser, positive, print_table, write_json
 from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
 
@@ -54,9 +54,9 @@ RATIOS = {
 def cases(isa: str) -> dict[str, Callable[[], object]]:
     """`STEPS` steps each, or as many drafts."""
     wanted = {name for pair in RATIOS.values() for name in pair}
-    formats = {"float32", "bfloat16", "bf12", "int8", "int4", "fp8", "Q8_0", "Q4_K", "Q6_K"}
-    if reads_interleaved_blocks(isa):
-        formats.add("Q4_K" + BYTE_ACTIVATIONS)
+    formats = wanted & set(FORMATS)
+    if not reads_interleaved_blocks(isa):
+        formats = {name for name in formats if BYTE_ACTIVATIONS not in name}
     models = {name: NativeSteps(SIZES, name, isa=isa) for name in sorted(formats)}
     plain, narrow = models["int8"], NativeSteps(SIZES, "int8", kv_cache_dtype="fp8", isa=isa)
 

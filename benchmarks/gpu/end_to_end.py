@@ -230,7 +230,7 @@ def measure_setting(
         again = measure_policy(engine, model, setting, prompts, FullDepth(), row["prompt_s"], current)
         row["noise"] = abs(again["step_s"] / full["step_s"] - 1)
     for schedule in row["schedules"]:
-        schedule |= realisation(full, schedule, row["prompt_s"], setting.tokens)
+        schedule |= realisation(full, schedule)
     target = TARGETS.get((model.name, model.scheme, setting.batch, setting.context))
     if target is not None and setting.tokens == Setting.tokens:
         row["target"] = target
@@ -368,7 +368,7 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def realisation(full: dict[str, Any], run: dict[str, Any], prompt_s: float, tokens: int) -> dict[str, Any]:
+def realisation(full: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Speed-up of the decode steps over full depth, what the bytes allow, and the one over the other.
 
     The prompt pass, which is the same for both, is left out of them; `call_speedup` is that of the whole call.

@@ -253,7 +253,7 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
 
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
-    held = _held(directory, config) if weight_dtype == "auto" else weight_dtype
+    held = _held(directory) if weight_dtype == "auto" else weight_dtype
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.gguf"
         kind = {"float32": "f32", "bfloat16": "16-bit"}[held]
@@ -262,7 +262,7 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
         yield file
 
 
-def _held(directory: Path, config: Any) -> str:
+def _held(directory: Path) -> str:
     """The type of weights that "auto" comes to."""
     from d3engine import Engine
 
