@@ -1,9 +1,9 @@
 """The benchmarks of bridges run, and their figures follow from each other; no time is judged here."""
 
-import json
 from pathlib import Path
 
 import pytest
+from benchmark_reports import report_of
 
 from benchmarks import bridge_cost, draft_frontier, lossless
 from d3engine.depth import D3
@@ -15,10 +15,8 @@ from d3engine.research.evaluation.accuracy import shape_of
 
 @pytest.mark.parametrize("rank", [None, 16])
 def test_the_cost_of_bridges_is_counted_in_flops(rank: int | None, tmp_path: Path) -> None:
-    file = tmp_path / "cost.json"
-    asked = ["--model=demo", "--alpha=0.8", "--start=0.5", "--tokens=9", "--repeats=1", f"--json={file}"]
-    assert bridge_cost.main(asked + ([] if rank is None else [f"--rank={rank}"])) == 0
-    report = json.loads(file.read_text())
+    asked = ["--model=demo", "--alpha=0.8", "--start=0.5", "--tokens=9", "--repeats=1"]
+    report = report_of(bridge_cost.main, tmp_path, *asked, *([] if rank is None else [f"--rank={rank}"]))
     full, bare, bridged = (report["systems"][name] for name in ("full depth", "skipped", "bridged"))
     config = ModelConfig.from_directory(model_directory("demo"))
     shape, later = shape_of(config), D3(0.8, 0.5).schedule(config.num_layers).depths(9)[1:]
@@ -46,12 +44,12 @@ def test_the_needed_acceptance_reaches_its_goal() -> None:
 def test_drafts_with_and_without_bridges_are_in_one_plot(tmp_path: Path) -> None:
     """Drafts with and without bridges are points of one plot."""
     directory, bare = model_directory("demo"), D3(0.5, 0.5)
-    file, picture, bridges = (tmp_path / name for name in ("f.json", "f.png", "b.safetensors"))
+    picture, bridges = (tmp_path / name for name in ("f.png", "b.safetensors"))
     config = ModelConfig.from_directory(directory)
     write_bridges(bridge_cost.random_bridges(directory, config, bare, None), bridges)
     some = ["--model=demo", "--draft", "0.5", "0.5", "--lengths", "2", "--prompts=2", f"--bridges={bridges}"]
-    assert draft_frontier.main([*some, "--tokens=16", f"--json={file}", f"--plot={picture}"]) == 0
-    skipped, bridged = json.loads(file.read_text())["points"]
+    report = report_of(draft_frontier.main, tmp_path, *some, "--tokens=16", f"--plot={picture}")
+    skipped, bridged = report["points"]
     assert [skipped["bridged"], bridged["bridged"]] == [False, True]
     assert 0 < skipped["share"] < bridged["share"] < 1
     for point in (skipped, bridged):
@@ -62,8 +60,8 @@ def test_drafts_with_and_without_bridges_are_in_one_plot(tmp_path: Path) -> None
     assert picture.stat().st_size > 1000
     asked = tmp_path / "chat.txt"
     asked.write_text("What is 2 plus 3?\n\nWho are you?\n")
-    assert draft_frontier.main([*some[:4], "--lengths", "1", "--tokens=8", f"--chat={asked}", f"--json={file}"]) == 0
-    assert json.loads(file.read_text())["settings"]["chat"] == str(asked)
+    report = report_of(draft_frontier.main, tmp_path, *some[:4], "--lengths", "1", "--tokens=8", f"--chat={asked}")
+    assert report["settings"]["chat"] == str(asked)
     times = [*some[:2], "0.5", "0.5", "--lengths", "2", "--prompts=1", "--tokens=12", "--repeats=1"]
-    assert lossless.main([*times, f"--bridges={bridges}", f"--json={file}"]) == 0
-    assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
+    report = report_of(lossless.main, tmp_path, *times, f"--bridges={bridges}")
+    assert report["settings"]["bridges"] == str(bridges)

@@ -1,10 +1,10 @@
 """Benchmarks of two systems in turns run, and their ratios follow from their seconds; no time is judged."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_reports import report_of
 
 from benchmarks import kv_cache_time, lora
 
@@ -19,10 +19,8 @@ def ratios_follow(rows: list[dict[str, Any]], first: str, second: str) -> bool:
 
 def test_both_caches_take_their_turns_at_every_length_and_batch(tmp_path: Path, native_library: None) -> None:
     """Entries of 8 bits take a fourth of the bytes, and scales."""
-    file = tmp_path / "time.json"
     sizes = ["--contexts", "40", "9", "--batches", "1", "3", "--steps", "2", "--rounds", "3"]
-    assert kv_cache_time.main(["--model", "demo", *sizes, "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
+    report = report_of(kv_cache_time.main, tmp_path, "--model=demo", *sizes)
     assert [(row["context"], row["batch"]) for row in report["rows"]] == [(40, 1), (40, 3), (9, 1), (9, 3)]
     wide, narrow = (report["caches"][name] for name in ("float32", "fp8"))
     assert wide["isa"] == narrow["isa"]
@@ -32,10 +30,8 @@ def test_both_caches_take_their_turns_at_every_length_and_batch(tmp_path: Path, 
 
 def test_adapter_and_none_take_their_turns_at_every_batch(tmp_path: Path, native_library: None) -> None:
     """An engine answers natively with an adapter and without."""
-    file = tmp_path / "time.json"
     sizes = ["--batches", "1", "3", "--steps", "2", "--rounds", "3", "--rank", "4", "--threads", "1"]
-    assert lora.main(["--model", "demo", *sizes, "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
+    report = report_of(lora.main, tmp_path, "--model=demo", *sizes)
     assert [row["batch"] for row in report["rows"]] == [1, 3]
     assert report["executor"].startswith("native")
     assert report["adapter_bytes"] > 0
