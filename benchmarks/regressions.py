@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.native_steps import BYTE_ACTIVATIONS, FORMATS, NativeSteps, Sizes
-from benchmarks.report import Parser, positive, print_table, write_json
+from benchmarks.report import Parser, cpuinfo, positive, print_table, write_json
 from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
 
 STORED = Path(__file__).parent / "results" / "ratios.json"
@@ -99,12 +99,8 @@ def medians(isa: str, rounds: int, times: int) -> dict[str, float]:
 
 def processor() -> str:
     """The processor, so far as its ratios depend on it: names alone are shared by several generations."""
-    if sys.platform != "linux":
-        return platform.processor()
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    fields = dict(map(str.strip, line.partition(":")[::2]) for line in lines)
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size")
-    return ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields)
+    fields, wanted = cpuinfo(), ("vendor_id", "cpu family", "model", "stepping", "cache size")
+    return ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields) or platform.processor()
 
 
 def stored() -> dict[str, dict[str, float]]:

@@ -43,7 +43,7 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {package: version_of(package) for package in PACKAGES},
         "system": platform.system(),
-        "cpu": _cpu(),
+        "cpu": cpuinfo().get("model name") or platform.processor() or platform.machine(),
         "logical_cores": os.cpu_count(),
     }
 
@@ -281,9 +281,9 @@ def version_of(package: str) -> str | None:
         return __version__ if package == "d3engine" else None  # of a checkout that is not installed
 
 
-def _cpu() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first processor; empty on other systems."""
+    if sys.platform != "linux":
+        return {}
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    return dict(map(str.strip, line.partition(":")[::2]) for line in lines)
