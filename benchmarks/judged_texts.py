@@ -67,7 +67,7 @@ class Text:
 
 
 class TextSampler:
-    """Stands for the engine's sampler: takes the texts' tokens, and gives `keep` a text's place, a token and its logits."""
+    """Stands for the engine's sampler: takes the texts' tokens; `keep` gets a text's place, a token and its logits."""
 
     def __init__(self, texts: Sequence[Text], keep: Callable[[int, int, Tensor], None]) -> None:
         self._texts, self._keep = texts, keep
