@@ -121,11 +121,12 @@ def test_rows_that_ran_other_layers_are_not_timed(monkeypatch: pytest.MonkeyPatc
         prompts = prompts_for(model.config, 2, 5)
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
         mixed = [end_to_end.fixed_depth(depth, 8) for depth in (8, 4)]
-        assert len(end_to_end._calls(engine, model, prompts, mixed, 3, HERE)) == end_to_end.REPEATS
+        batch = end_to_end.Batch(engine, model, end_to_end.Setting(2, 5, tokens=3), prompts, HERE)
+        assert len(batch.calls(mixed)) == end_to_end.REPEATS
         monkeypatch.setattr(models.Engine, "generate", lambda *_, **__: engine_answer)
         engine_answer = [SimpleNamespace(outputs=[SimpleNamespace(depths=[8, 8, 8])])] * 2
         with pytest.raises(RuntimeError, match=r"were to run .*\[8, 4, 4\].* and ran .*\[8, 8, 8\]"):
-            end_to_end._calls(engine, model, prompts, mixed, 3, HERE)
+            batch.calls(mixed)
         engine.close()
 
 
