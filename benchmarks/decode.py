@@ -36,6 +36,7 @@ from benchmarks.systems import (
     Generate,
     Settings,
     decay_for,
+    first_difference,
     in_rounds,
     model_at,
     new_engine,
@@ -139,7 +140,7 @@ def evaluate(
         "layer_bound": bound,
         "realisation_ratio": speedup["median"] / bound,
         "tokens_equal": ours_tokens == peer_tokens,
-        "first_difference": [_first_difference(*rows) for rows in zip(ours_tokens, peer_tokens, strict=True)],
+        "first_difference": [first_difference(*rows) for rows in zip(ours_tokens, peer_tokens, strict=True)],
     }
 
 
@@ -149,10 +150,6 @@ def _depths_of_steps(answers: Answers) -> list[int]:
         return []
     assert all(row == answers.depths[0] for row in answers.depths), "the rows of the batch did not stay in step"
     return answers.depths[0]
-
-
-def _first_difference(one: list[int], other: list[int]) -> int | None:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
 def _layer_bytes(weights: LlamaWeights) -> int:

@@ -231,3 +231,8 @@ def theirs(model: Any, prompts: list[list[int]], num_tokens: int) -> Generate:
 
     given = torch.tensor(prompts)
     return lambda: Answers(generated(model, given, num_tokens, DynamicCache(config=model.config)), [])
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """The first place at which two answers of the same length differ."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)

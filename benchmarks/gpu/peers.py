@@ -17,7 +17,7 @@ from benchmarks.gpu.common import Round, host_seconds, time_limit
 from benchmarks.gpu.end_to_end import BBH
 from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, random_model
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
-from benchmarks.systems import generated, prompts_for, transformers_model
+from benchmarks.systems import first_difference, generated, prompts_for, transformers_model
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 
@@ -165,12 +165,8 @@ def evaluate(row: dict[str, Any], name: str, given: dict[str, list[list[int]]], 
     if engine.get("call_s"):
         pairs = zip(found["call_s"], engine["call_s"], strict=False)
         found["engine_is_faster_by"] = statistics.median(theirs / ours for theirs, ours in pairs)
-        same = [a == b for a, b in zip(given[name], given[ENGINE], strict=True)]
-        found["rows_with_equal_tokens"] = sum(same)
-        places = [
-            next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-            for one, other in zip(given[name], given[ENGINE], strict=True)
-        ]
+        places = [first_difference(*pair) for pair in zip(given[name], given[ENGINE], strict=True)]
+        found["rows_with_equal_tokens"] = places.count(None)
         found["first_differences"] = places
 
 
