@@ -7,7 +7,7 @@ tokens is busy for N steps, so `load * batch / N` arrive in a step. Time passes 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,18 @@ class Simulation:
         return found
 
 
-def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterable[int]) -> dict[str, float]:
+def simulate(settings: Settings, batch: int, admission: Admission, bar: tqdm[Any]) -> dict[str, float]:
     """A strategy at a batch size: L times the steps that ran anything over the layers that any row ran in them, and the
     means of rows that ran, idle steps included, and of steps from arrival to the first step.
 
-    `ticks` are the numbers of the steps, for a progress bar to watch.
+    `bar` moves at each step.
     """
     simulation = Simulation(settings, batch, admission)
     arrivals = np.random.default_rng(settings.seed).poisson(settings.load * batch / settings.tokens, settings.steps)
     busy_steps = rows = layers = 0
     waits: list[int] = []
-    for tick in ticks:
+    for tick in range(settings.steps):
+        bar.update()
         simulation.arrive(int(arrivals[tick]))
         step_rows, step_layers, step_waits = simulation.step()
         if tick < settings.warm_up:
@@ -118,7 +119,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with tqdm(total=len(pairs) * settings.steps, unit="step", unit_scale=True, disable=None) as bar:
         for batch, admission in pairs:
             bar.set_description(f"batch {batch}, {admission}")
-            cell = simulate(settings, batch, admission, _watched(settings.steps, bar))
+            cell = simulate(settings, batch, admission, bar)
             immediate = next((c for c in cells if c["batch"] == batch and c["admit_every"] == 1), cell)
             cells.append(cell | {"extra_wait": cell["mean_wait"] - immediate["mean_wait"]})
     depths = [int(depth) for depth in settings.schedule.depths(settings.tokens)]
@@ -130,12 +131,6 @@ def measure(settings: Settings) -> dict[str, Any]:
         "bound": bound,
         "cells": cells,
     }
-
-
-def _watched(steps: int, bar: tqdm[Any]) -> Iterable[int]:
-    for tick in range(steps):
-        yield tick
-        bar.update()
 
 
 # -- the page --------------------------------------------------------------------------------------------------

@@ -263,18 +263,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     if not is_timed:
         return
+    best = report["best"]
+    words = f"{best['title']}, draft length {best['draft_length']}: {best['speedup']['median']:.2f}x"
     paying = [cell for cell in report["cells"] if cell["speedup"]["median"] > 1]
-    console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {_in_words(report['best'])}.")
+    console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {words}.")
 
 
 def _times(cell: dict[str, Any]) -> tuple[str, str, str]:
     """What only a clock tells of a cell: the speed-up, its rounds, and what its model says."""
     speedup = cell["speedup"]
     return f"{speedup['median']:.2f}", f"{speedup['min']:.2f}-{speedup['max']:.2f}", f"{cell['modelled_speedup']:.2f}"
-
-
-def _in_words(cell: dict[str, Any]) -> str:
-    return f"{cell['title']}, draft length {cell['draft_length']}: {cell['speedup']['median']:.2f}x"
 
 
 def plot(report: dict[str, Any], path: str) -> None:
