@@ -6,16 +6,14 @@ The texts are its own answers in chats, each read as a prompt: a row has the sam
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from tqdm import tqdm
 
-from benchmarks.judged_texts import RESAMPLES, chat_texts, compared, figures, figures_in_words, read_prompt
-from benchmarks.report import option, print_table, run_benchmark
+from benchmarks.judged_texts import RESAMPLES, chat_texts, figures, figures_in_words, judged
+from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 
 
@@ -41,12 +39,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         Engine(settings.model, activations="int8", **options) as rounded,
     ):
         texts = chat_texts(exact, settings.chats, settings.text_tokens)
-        sums, references = [], []
-        for text in tqdm(texts, unit="text"):
-            reference = read_prompt(exact, text)
-            sums.append(compared(text, read_prompt(rounded, text), reference))
-            references.append(compared(text, reference, reference))
-    found = figures(np.array(sums), np.array(references), np.ones(len(texts), bool))
+        own, sums = judged(texts, exact, {"int8": rounded})
+    found = figures(sums["int8"], own, np.ones(len(texts), bool))
     kept = asdict(settings) | {"model": settings.model.rpartition("/")[2], "resamples": RESAMPLES}
     return {"benchmark": "activations", "settings": kept, "figures": found}
 
@@ -60,9 +54,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, [(str(row["positions"]), *figures_in_words(row), f"{row['perplexity']:.4f}")], title)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    return run_benchmark("activations", __doc__, Settings, measure, show, arguments, width=140)
+main = main_of("activations", __doc__, Settings, measure, show, width=140)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ tokens is busy for N steps, so `load * batch / N` arrive in a step. Time passes 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,27 +51,6 @@ class Settings:
         return (Immediate(), *(IntervalAdmission(steps) for steps in self.waves))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One strategy at one batch size.
-
-    Attributes:
-        admit_every: steps between admissions; 1 is every step.
-        batch: slots.
-        layer_steps_saved: L times the steps that ran anything, over the layers that any row ran in them.
-        mean_rows: sequences that ran, on average over all counted steps, idle ones included.
-        mean_wait: steps from arrival to the first step, of the sequences that started within the counted steps.
-        extra_wait: `mean_wait` less that of admission at every step.
-    """
-
-    admit_every: int
-    batch: int
-    layer_steps_saved: float
-    mean_rows: float
-    mean_wait: float
-    extra_wait: float = 0.0
-
-
 class Simulation:
     """One scheduler and a clock; a step of the clock is a step of the engine, or nothing when nobody is there."""
 
@@ -104,13 +83,18 @@ class Simulation:
         return found
 
 
-def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterable[int]) -> Cell:
-    """One cell of the table; `ticks` are the numbers of the steps, for a progress bar to watch."""
+def simulate(settings: Settings, batch: int, admission: Admission, bar: tqdm[Any]) -> dict[str, float]:
+    """A strategy at a batch size: L times the steps that ran anything over the layers that any row ran in them, and the
+    means of rows that ran, idle steps included, and of steps from arrival to the first step.
+
+    `bar` moves at each step.
+    """
     simulation = Simulation(settings, batch, admission)
     arrivals = np.random.default_rng(settings.seed).poisson(settings.load * batch / settings.tokens, settings.steps)
     busy_steps = rows = layers = 0
     waits: list[int] = []
-    for tick in ticks:
+    for tick in range(settings.steps):
+        bar.update()
         simulation.arrive(int(arrivals[tick]))
         step_rows, step_layers, step_waits = simulation.step()
         if tick < settings.warm_up:
@@ -119,25 +103,25 @@ def simulate(settings: Settings, batch: int, admission: Admission, ticks: Iterab
         rows += step_rows
         layers += step_layers
         waits += step_waits
-    return Cell(
-        admit_every=admission.steps if isinstance(admission, IntervalAdmission) else 1,
-        batch=batch,
-        layer_steps_saved=settings.num_layers * busy_steps / layers,
-        mean_rows=rows / (settings.steps - settings.warm_up),
-        mean_wait=float(np.mean(waits)),
-    )
+    return {
+        "admit_every": admission.steps if isinstance(admission, IntervalAdmission) else 1,
+        "batch": batch,
+        "layer_steps_saved": settings.num_layers * busy_steps / layers,
+        "mean_rows": rows / (settings.steps - settings.warm_up),
+        "mean_wait": float(np.mean(waits)),
+    }
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Simulate every cell and return the report, without its environment."""
-    cells: list[Cell] = []
+    cells: list[dict[str, float]] = []
     pairs = [(batch, admission) for batch in settings.batches for admission in settings.admissions]
     with tqdm(total=len(pairs) * settings.steps, unit="step", unit_scale=True, disable=None) as bar:
         for batch, admission in pairs:
             bar.set_description(f"batch {batch}, {admission}")
-            cell = simulate(settings, batch, admission, _watched(settings.steps, bar))
-            immediate = next((c for c in cells if c.batch == batch and c.admit_every == 1), cell)
-            cells.append(Cell(**asdict(cell) | {"extra_wait": cell.mean_wait - immediate.mean_wait}))
+            cell = simulate(settings, batch, admission, bar)
+            immediate = next((c for c in cells if c["batch"] == batch and c["admit_every"] == 1), cell)
+            cells.append(cell | {"extra_wait": cell["mean_wait"] - immediate["mean_wait"]})
     depths = [int(depth) for depth in settings.schedule.depths(settings.tokens)]
     bound = layer_bound(depths, num_layers=settings.num_layers, layer_size=1, head_size=0)
     rates = [settings.load * batch / settings.tokens for batch in settings.batches]
@@ -145,14 +129,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         "benchmark": "admission",
         "settings": asdict(settings) | {"arrivals_per_step": rates},
         "bound": bound,
-        "cells": [asdict(cell) for cell in cells],
+        "cells": cells,
     }
-
-
-def _watched(steps: int, bar: tqdm[Any]) -> Iterable[int]:
-    for tick in range(steps):
-        yield tick
-        bar.update()
 
 
 # -- the page --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.report import option, print_table, run_benchmark
+from benchmarks.report import main_of, option, print_table
 from benchmarks.systems import PROMPT_TOKENS, prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
@@ -149,9 +149,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, title)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    return run_benchmark("bridge_cost", __doc__, Settings, measure, show, arguments, width=100)
+main = main_of("bridge_cost", __doc__, Settings, measure, show, width=100)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.integrations.proxy import ROUTINGS, Busy, Routing, least_loaded
 from d3engine.request.admission import Immediate, IntervalAdmission
 from d3engine.scheduling.plan import Plan
-from d3engine.scheduling.running import Counters
 from d3engine.scheduling.sequence import Sequence as TokenSequence
 
 ARRIVALS = ("poisson", "bursts")
@@ -151,7 +150,7 @@ class Replica:
 
     def __init__(self, settings: Settings) -> None:
         length = settings.prefix_tokens + settings.own_tokens + settings.most_tokens
-        self._scheduler = fake_scheduler(
+        self.scheduler = fake_scheduler(
             settings.num_layers,
             settings.slots,
             length,
@@ -159,32 +158,21 @@ class Replica:
             spare_blocks=settings.kept_prefixes * (settings.prefix_tokens // BLOCK_SIZE),
             admission=Immediate() if settings.admit_every == 1 else IntervalAdmission(settings.admit_every),
         )
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
 
     @property
     def outstanding(self) -> int:
-        return self._scheduler.num_running + self._scheduler.num_waiting
-
-    @property
-    def counters(self) -> Counters:
-        return self._scheduler.counters
-
-    @property
-    def is_idle(self) -> bool:
-        return self._plan is None
-
-    def add(self, sequence: TokenSequence) -> None:
-        self._scheduler.add(sequence)
+        return self.scheduler.num_running + self.scheduler.num_waiting
 
     def begin(self) -> Plan | None:
         """The next step, which then is under way."""
-        self._plan = self._scheduler.schedule()
-        return self._plan
+        self.plan = self.scheduler.schedule()
+        return self.plan
 
     def end(self) -> list[int]:
         """The step is over; returns the requests that got a token."""
-        assert self._plan is not None
-        return [int(out.sequence.request_id) for out in self._scheduler.update(self._plan, fake_tokens(self._plan))]
+        assert self.plan is not None
+        return [int(out.sequence.request_id) for out in self.scheduler.update(self.plan, fake_tokens(self.plan))]
 
 
 @dataclass
@@ -217,9 +205,9 @@ class Simulation:
             self._advance(arrival.time)
             busy = {str(nth): replica.outstanding for nth, replica in enumerate(self.replicas)}
             place = int(self.router.choose(arrival.time, b"%d" % arrival.prefix, busy))
-            self.replicas[place].add(self._sequence(arrival))
+            self.replicas[place].scheduler.add(self._sequence(arrival))
             self.requests.append(Request(arrival.time))
-            if self.replicas[place].is_idle:
+            if self.replicas[place].plan is None:
                 self._begin(place, arrival.time)
             watch()
         self._advance(float("inf"))
@@ -266,7 +254,7 @@ def simulate(
         for r in simulation.requests
         if r.arrived >= settings.warm_up and r.tokens > 1
     ]
-    counters = [replica.counters for replica in simulation.replicas]
+    counters = [replica.scheduler.counters for replica in simulation.replicas]
     return {
         "layers_saved": settings.num_layers * counted.steps / counted.layers,
         "tokens_per_second": counted.tokens / (settings.seconds - settings.warm_up),

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.cpu_page import PARTS, show
-from benchmarks.report import Parser, option, ratios, settings_of, summary, tell, write_json
-from benchmarks.systems import PROMPT_TOKENS, decay_for, model_at, prompts_for, rest, weights_of
+from benchmarks.report import Parser, option, print_table, ratios, settings_of, spread, summary, write_json
+from benchmarks.systems import PROMPT_TOKENS, decay_for, in_rounds, model_at, prompts_for, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
 from d3engine.depth import DepthPolicy, FullDepth, LayerTable
@@ -30,6 +30,7 @@ from d3engine.kernels.native.bf12 import packed
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, in_layout, quantize_weights, with_matrices
 
+PARTS = ("decode", "depth", "prompt")
 KINDS = ("f32", "16-bit", "12-bit", "8-bit", "4-bit")
 PROMPTS = (512, 2048)
 READ_BYTES = 2**30
@@ -117,19 +118,6 @@ class Reader:
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------
-
-
-def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, bar: tqdm[Any]) -> dict[str, Any]:
-    """One turn of each that counts for nothing, then the rounds: the summary of every figure, by system."""
-    figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
-    for number in range(repeats + 1):
-        for system, turn in turns.items():
-            rest()
-            found = turn()
-            for name, value in found.items() if number else ():
-                figures[system].setdefault(name, []).append(value)
-            bar.update()
-    return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
 
 
 def over_peers(systems: dict[str, Any], figure: str) -> dict[str, Any]:
@@ -290,7 +278,8 @@ class Model:
         wanted = [name for name in settings.peers if name not in without]
         if LLAMA_CPP in wanted:
             with suppress(ImportError):
-                from benchmarks.llama_cpp import LlamaCpp, write_gguf
+                from benchmarks.gguf_writing import write_gguf
+                from benchmarks.llama_cpp import LlamaCpp
 
                 path = self._folder / f"{kind}.gguf"
                 if not path.exists():
@@ -304,7 +293,7 @@ class Model:
             }
         if EAGER in wanted:
             sizes = {"threads": settings.threads, "rows": rows, "length": length}
-            found[EAGER] = EagerPeer(self.directory, self.weights[kind], **sizes)
+            found[EAGER] = EagerPeer(self.directory, self.weights[kind], enforce_eager=True, **sizes)
         return found
 
 
@@ -349,6 +338,51 @@ def _peer_version() -> str | None:
     return None
 
 
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a table for each part."""
+    settings = report["settings"]
+    clock = "processor" if settings["processor_time"] else "wall"
+    console.print(
+        f"{settings['model']}: {settings['threads']} threads, {settings['repeats']} rounds, {settings['tokens']} tokens"
+        f" after {settings['prompt_tokens']}, {clock} time. Medians, least and most of the rounds."
+        f" llama.cpp: {report['llama_cpp'] or 'not installed'}"
+    )
+    peers = settings["peers"]
+    over = [f"over {peer}" for peer in peers]
+    ours = {part: [(row, row.get("systems", {}).get("d3engine")) for row in report.get(part) or ()] for part in PARTS}
+    tables = {
+        ("weights", "batch", "ms a step", *over, "GB/s", "of reading", "of the call"): [
+            (
+                *(row["kind"], str(row["batch"]), spread(own["seconds_per_step"], 1e3), *_over(row, peers)),
+                *(spread(own[one]) for one in ("gigabytes_per_second", "share_of_reading", "host_share")),
+            )
+            for row, own in ours["decode"]
+        ],
+        ("weights", "batch", "D3 over full depth", "layer bound", "realisation ratio", "off a line, at most"): [
+            (
+                *(row["kind"], str(row["batch"]), spread(row["d3_over_full_depth"]), f"{row['layer_bound']:.2f}"),
+                *(spread(row["realisation_ratio"]), f"{100 * row['largest_distance_from_a_line']:.1f} %"),
+            )
+            for row, _ in ours["depth"]
+        ],
+        ("weights", "tokens", "ms", *over): [
+            (row["kind"], str(row["tokens"]), spread(own["seconds"], 1e3), *_over(row, peers))
+            for row, own in ours["prompt"]
+        ],
+    }
+    for columns, rows in tables.items():
+        if rows:
+            print_table(console, columns, rows, left=("weights",), no_wrap=True)
+
+
+def _over(row: dict[str, Any], peers: Sequence[str]) -> list[str]:
+    """How many times as fast as each peer, as cells; a peer that was not there has none."""
+    return [spread(row["over"][peer]) if peer in row["over"] else "-" for peer in peers]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = Parser("cpu", __doc__, arguments, Settings)
@@ -365,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.json:
             write_json(report | where, given.json)
 
-    tell(measure(settings, keep) | where, show, width=150, file=given.json)
+    parser.publish(measure(settings, keep), show, width=150)
     return 0
 
 

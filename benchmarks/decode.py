@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from benchmarks.systems import (
     Generate,
     Settings,
     decay_for,
+    first_difference,
+    in_rounds,
     model_at,
     new_engine,
     ours,
     prompts_for,
-    rest,
     theirs,
     transformers_model,
     weights_of,
@@ -68,7 +70,11 @@ def measure(settings: Settings, *, with_memory: bool = True) -> dict[str, Any]:
             DECAY: ours(engine, prompts, decay, settings.tokens),
             PEER: theirs(peer, prompts, settings.tokens),
         }
-        answers, seconds = run_rounds(systems, settings.repeats)
+        answers: dict[str, Answers] = {}
+        turns = {name: partial(timed, name, generate, answers) for name, generate in systems.items()}
+        with tqdm(total=(settings.repeats + 1) * len(turns), unit="run", disable=None) as bar:
+            found = in_rounds(turns, settings.repeats, bar)
+        seconds = {name: figures["seconds"]["rounds"] for name, figures in found.items()}
     engine.close()
     report = {
         "benchmark": "decode",
@@ -85,25 +91,13 @@ def measure(settings: Settings, *, with_memory: bool = True) -> dict[str, Any]:
     return report
 
 
-def run_rounds(systems: dict[str, Generate], repeats: int) -> tuple[dict[str, Answers], dict[str, list[float]]]:
-    """One warm-up of each system, whose answers are kept, then the rounds: seconds by system, one a round."""
-    answers: dict[str, Answers] = {}
-    seconds: dict[str, list[float]] = {system: [] for system in systems}
-    with tqdm(total=(repeats + 1) * len(systems), unit="run", disable=None) as bar:
-        for turn in range(repeats + 1):
-            for system, generate in systems.items():
-                bar.set_description(system)
-                rest()
-                start = time.perf_counter()
-                given = generate()
-                elapsed = time.perf_counter() - start
-                if turn == 0:
-                    answers[system] = given
-                else:
-                    seconds[system].append(elapsed)
-                    assert given == answers[system], f"{system} has given another answer to the same prompts"
-                bar.update()
-    return answers, seconds
+def timed(system: str, generate: Generate, answers: dict[str, Answers]) -> dict[str, float]:
+    """The seconds of one call, whose answer is to be that of the warm-up, which `answers` keeps."""
+    start = time.perf_counter()
+    given = generate()
+    elapsed = time.perf_counter() - start
+    assert given == answers.setdefault(system, given), f"{system} has given another answer to the same prompts"
+    return {"seconds": elapsed}
 
 
 def evaluate(
@@ -146,7 +140,7 @@ def evaluate(
         "layer_bound": bound,
         "realisation_ratio": speedup["median"] / bound,
         "tokens_equal": ours_tokens == peer_tokens,
-        "first_difference": [_first_difference(*rows) for rows in zip(ours_tokens, peer_tokens, strict=True)],
+        "first_difference": [first_difference(*rows) for rows in zip(ours_tokens, peer_tokens, strict=True)],
     }
 
 
@@ -156,10 +150,6 @@ def _depths_of_steps(answers: Answers) -> list[int]:
         return []
     assert all(row == answers.depths[0] for row in answers.depths), "the rows of the batch did not stay in step"
     return answers.depths[0]
-
-
-def _first_difference(one: list[int], other: list[int]) -> int | None:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
 def _layer_bytes(weights: LlamaWeights) -> int:

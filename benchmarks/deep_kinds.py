@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import Parser
+from benchmarks.report import Parser, option, settings_of
 from d3engine.cli.observing import observe
 from d3engine.depth import D3, Schedule
 from d3engine.model.llama import Rope
@@ -177,18 +177,30 @@ def deep_sets(kinds: TokenKinds, fitted: set[int]) -> Iterator[tuple[str, DeepSt
     yield SETS[-1], lambda text: np.isin(text.one.token_ids[:-1], list(fitted))
 
 
-def measure(
-    observer: Observer,
-    kinds: TokenKinds,
-    answered: Sequence[Answered],
-    policy: D3,
-    starts: Sequence[float],
-    entries: Sequence[str] = ENTRIES,
-    share: float = 0.25,
-    only: Sequence[str] = (),
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Settings:
+    """What is asked, of which model, and what is compared."""
+
+    model: str = option("demo", "as `d3engine analyze` takes it")
+    alpha: float = option(0.9, "of D3")
+    start: float = option(0.5, "of D3")
+    starts: tuple[float, ...] = option((0.5, 0.6, 0.7, 0.8), "of plain D3 beside it")
+    entries: tuple[str, ...] = option(ENTRIES, "of skipped tokens", choices=ENTRIES)
+    only: tuple[str, ...] = option((), "these tokens alone", choices=SETS)
+    share: float = option(0.25, "of all steps, at most, that the dearest are fed to")
+    limit: int = option(40, "texts, of which the first half tells the dearest tokens", type=int)
+    max_tokens: int | None = option(None, "of a text", type=int)
+    prompts: Path | None = option(None, "a file of prompts", type=Path)
+    chat: bool = option(False, "put them into the model's chat template")
+    task: str | None = option(None, "a task instead, with --data")
+    data: Path | None = option(None, "its folder; the texts are its own answers", type=Path)
+    dtype: str = option("auto")
+    threads: int = option(1, type=int)
+
+
+def measure(observer: Observer, kinds: TokenKinds, answered: Sequence[Answered], settings: Settings) -> dict[str, Any]:
     """The first half of the texts tells which tokens are dearest, the second half is measured."""
-    num_layers = observer.config.num_layers
+    num_layers, policy = observer.config.num_layers, D3(settings.alpha, settings.start)
     with torch.inference_mode():
         texts = [LooseEnds(observer, one) for one in tqdm(answered, desc="full depth") if len(one.token_ids) > 1]
     fitting, texts = texts[: len(texts) // 2], texts[len(texts) // 2 :]
@@ -197,19 +209,20 @@ def measure(
     groups = [{"deep": [row("plain D3", texts, plain, 0.0, "absent").as_dict()], "plain": [], "name": "none"}]
     left_out: list[str] = []
     chance = np.random.default_rng(0)
-    sets = dict(deep_sets(kinds, dearest(fitting, schedule, share)))
-    for name, deep in tqdm([(name, sets[name]) for name in only or sets], desc="kinds"):
+    sets = dict(deep_sets(kinds, dearest(fitting, schedule, settings.share)))
+    for name, deep in tqdm([(name, sets[name]) for name in settings.only or sets], desc="kinds"):
         marks = [deep(text) for text in texts]
         deep_share = float(np.concatenate(marks).mean())
         if not deep_share:
             left_out.append(name)
             continue
         plans = [with_deep_steps(one, mark) for one, mark in zip(plain, marks, strict=True)]
-        rows = [row(f"{name}, {kept}", texts, plans, deep_share, kept) for kept in entries]
+        rows = [row(f"{name}, {kept}", texts, plans, deep_share, kept) for kept in settings.entries]
+        first = settings.entries[0]
         drawn = [with_deep_steps(one, chance.permutation(mark)) for one, mark in zip(plain, marks, strict=True)]
-        rows.append(row(f"as many at random, {entries[0]}", texts, drawn, deep_share, entries[0]))
+        rows.append(row(f"as many at random, {first}", texts, drawn, deep_share, first))
         others = []
-        for start in starts:
+        for start in settings.starts:
             alpha = equal_alpha(start, num_layers, lengths, rows[0].mean_layers)
             if alpha is not None:
                 own = D3(alpha, start).schedule(num_layers)
@@ -252,23 +265,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison."""
-    parser = Parser("deep_kinds", __doc__, arguments)
-    parser.add_argument("--model", default="demo", help="as `d3engine analyze` takes it")
-    parser.add_argument("--alpha", type=float, default=0.9, help="of D3")
-    parser.add_argument("--start", type=float, default=0.5, help="of D3")
-    parser.add_argument("--starts", type=float, nargs="+", default=[0.5, 0.6, 0.7, 0.8], help="of plain D3 beside it")
-    parser.add_argument("--entries", nargs="+", choices=ENTRIES, default=list(ENTRIES), help="of skipped tokens")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=(), help="these tokens alone")
-    parser.add_argument("--share", type=float, default=0.25, help="of all steps, at most, that the dearest are fed to")
-    parser.add_argument("--limit", type=int, default=40, help="texts, of which the first half tells the dearest tokens")
-    parser.add_argument("--max-tokens", type=int, help="of a text")
-    parser.add_argument("--prompts", type=Path, help="a file of prompts")
-    parser.add_argument("--chat", action="store_true", help="put them into the model's chat template")
-    parser.add_argument("--task", help="a task instead, with --data")
-    parser.add_argument("--data", type=Path, help="its folder; the texts are its own answers")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    given = parser.given()
+    parser = Parser("deep_kinds", __doc__, arguments, Settings)
+    given = settings_of(Settings, parser.given())
     torch.set_num_threads(given.threads)
     asking = {name: getattr(given, name) for name in ("max_tokens", "prompts", "chat", "task", "data")}
     asking = {name: value for name, value in asking.items() if value}
@@ -277,9 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen = observe(given.model, {"dtype": given.dtype}, asking, given.limit, None)
     assert seen.engine.tokenizer is not None
     kinds = TokenKinds(seen.engine.tokenizer, seen.engine.config.eos_token_ids)
-    policy = D3(given.alpha, given.start)
-    report = measure(seen.observer, kinds, seen.answered, policy, given.starts, given.entries, given.share, given.only)
-    report |= {"policy": f"D3, alpha {policy.alpha:g}, start {policy.start:g}"}
+    report = measure(seen.observer, kinds, seen.answered, given)
+    report |= {"policy": f"D3, alpha {given.alpha:g}, start {given.start:g}"}
     parser.publish(report, show, width=120)
     return 0
 

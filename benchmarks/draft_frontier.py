@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,9 +16,9 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
-from benchmarks.lossless import acceptance_for, tokens_for
-from benchmarks.report import Parser, option, print_table, settings_of
+from benchmarks import lossless
+from benchmarks.lossless import DRAFT, DRAFT_HELP, LENGTHS_HELP, acceptance_for, counts_of, modelled_speedup
+from benchmarks.report import main_of, option, print_table
 from d3engine.depth import D3, FullDepth, Lossless, Schedule
 from d3engine.depth.schedule import windows_of
 from d3engine.depth.statistics import ModelShape
@@ -35,7 +34,7 @@ GOALS = (1.0, 1.25)
 
 
 @dataclass(frozen=True)
-class Settings(DraftSettings):
+class Settings(lossless.DraftSettings):
     """What is counted: D3's settings (alpha, start), each by drafts of `lengths`, over `prompts` word problems, or as
     many lines of the file `chat`, asked by the model's chat template.
 
@@ -49,24 +48,19 @@ class Settings(DraftSettings):
     lengths: tuple[int, ...] = option((1, 3), LENGTHS_HELP)
 
 
-def speedup(acceptance: float, share: float, length: int) -> float:
-    """Tokens for each pass of full depth that a cycle of `length` drafts takes the time of."""
-    return tokens_for(acceptance, length) / (length * share + 1)
-
-
 def best_length(acceptance: float, share: float) -> int:
     """The length of draft that is worth most."""
-    return max(range(1, LONGEST + 1), key=lambda length: speedup(acceptance, share, length))
+    return max(range(1, LONGEST + 1), key=lambda length: modelled_speedup(acceptance, share, length))
 
 
 def needed(share: float, goal: float) -> float:
     """The acceptance at which drafts of this share reach `goal` at their best length; above 1 where none does."""
-    if speedup(1.0, share, best_length(1.0, share)) < goal:
+    if modelled_speedup(1.0, share, best_length(1.0, share)) < goal:
         return 1.01
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        is_enough = speedup(middle, share, best_length(middle, share)) >= goal
+        is_enough = modelled_speedup(middle, share, best_length(middle, share)) >= goal
         low, high = (low, middle) if is_enough else (middle, high)
     return high
 
@@ -87,7 +81,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     kinds = [None] if settings.bridges is None else [None, settings.bridges]
     first = D3(*settings.drafts[0], bridges=settings.bridges)
     with Engine(settings.model, depth=first, device="cpu", max_num_seqs=settings.prompts, num_threads=1) as engine:
-        shape, asked = shape_of(engine.config), prompts_for(engine, settings.prompts, settings.chat)
+        shape, asked = shape_of(engine.config), lossless.prompts_for(engine, settings.prompts, settings.chat)
         plain = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=FullDepth())
         full = [output.outputs[0].token_ids for output in engine.generate(asked, plain, use_tqdm=False)]
         points = []
@@ -97,13 +91,9 @@ def measure(settings: Settings) -> dict[str, Any]:
             params = SamplingParams(temperature=0.0, max_tokens=settings.tokens, depth=Lossless(d3, length))
             outputs = engine.generate(asked, params, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == full, f"{d3} is not lossless"
-            metrics = [output.metrics for output in outputs]
-            drafted, accepted, passes = (
-                sum(getattr(one, name) for one in metrics)
-                for name in ("num_drafted_tokens", "num_accepted_tokens", "num_verifications")
-            )
+            counts = counts_of(outputs)
             share = share_of(d3.schedule(shape.num_layers), shape, settings.tokens)
-            points.append(_point(draft, bridges is not None, length, drafted, accepted, passes, share))
+            points.append(_point(draft, bridges is not None, length, counts, share))
     return {
         "benchmark": "draft_frontier",
         "settings": asdict(settings),
@@ -114,8 +104,9 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _point(
-    draft: tuple[float, float], is_bridged: bool, length: int, drafted: int, accepted: int, passes: int, share: float
+    draft: tuple[float, float], is_bridged: bool, length: int, counts: tuple[int, int, int], share: float
 ) -> dict[str, Any]:
+    drafted, accepted, passes = counts
     acceptance = acceptance_for(1 + accepted / passes, drafted / passes)
     best = best_length(acceptance, share)
     return {
@@ -129,7 +120,7 @@ def _point(
         "share": share,
         "speedup": (1 + accepted / passes) / (drafted / passes * share + 1),
         "best_length": best,
-        "at_best_length": speedup(acceptance, share, best),
+        "at_best_length": modelled_speedup(acceptance, share, best),
     }
 
 
@@ -173,12 +164,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     save_figure(figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    parser = Parser("draft_frontier", __doc__, arguments, Settings)
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
-    parser.publish(measure(settings_of(Settings, parser.given())), show, width=120, plot=plot)
-    return 0
+main = main_of("draft_frontier", __doc__, Settings, measure, show, width=120, plot=plot)
 
 
 if __name__ == "__main__":

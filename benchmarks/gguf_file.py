@@ -179,7 +179,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     rows = []
     for name in figures[OURS]:
         row = [_LABELS.get(name.split()[0], "{}").format(name.partition(" ")[2])]
-        row += [_in_words(name, figures[system][name]) for system in figures]
+        row += [interval(of[name], ".3g", 1e-9 if name == "bytes" else 1.0) for of in figures.values()]
         if LLAMA_CPP in figures:
             ours, theirs = (figures[system][name]["value"] for system in (OURS, LLAMA_CPP))
             row.append(f"{ours / theirs if name.startswith('rows') else theirs / ours:.2f}")
@@ -193,10 +193,6 @@ _LABELS = {
     "prompt": "prompt of {}, s",
     "bytes": "memory, GB",
 }
-
-
-def _in_words(name: str, figure: dict[str, float]) -> str:
-    return interval(figure, ".3g", 1e-9 if name == "bytes" else 1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ tensor cores multiply. Where tokens are sampled it may be what programs add up i
 program that has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What
 such models forget (ends of grids, kernels that fill their pipelines, the meeting of splits, limits that hinder
 each other, clocks that fall) makes devices slower than this: it is an upper bound, and the table has what others
-measured (`gpu/published.py`). Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what
+measured (`gpu/model_tables.py`). Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what
 `--json` has written before.
 """
 

@@ -6,7 +6,7 @@ generates, a sampler takes the text's next token. Intervals are of resampled tex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.report import interval, option
 from d3engine import Engine, SamplingParams
@@ -66,19 +67,19 @@ class Text:
 
 
 class TextSampler:
-    """Stands for the engine's sampler: takes the texts' tokens, and keeps the log-probabilities of all tokens."""
+    """Stands for the engine's sampler: takes the texts' tokens; `keep` gets a text's place, a token and its logits."""
 
-    def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts = texts
-        self.rows: list[list[Tensor]] = [[] for _ in texts]
+    def __init__(self, texts: Sequence[Text], keep: Callable[[int, int, Tensor], None]) -> None:
+        self._texts, self._keep = texts, keep
 
     def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
         tokens = []
-        for row, chunk in zip(logits.log_softmax(dim=-1), plan.sampled.tolist(), strict=False):
+        for row, chunk in zip(logits, plan.sampled.tolist(), strict=False):
             sequence = plan.sequences[chunk]
             place = int(sequence.request_id)
-            self.rows[place].append(row)
-            tokens.append([self._texts[place].answer[sequence.step]])
+            token = self._texts[place].answer[sequence.step]
+            self._keep(place, token, row)
+            tokens.append([token])
         return Sampled(tokens)
 
 
@@ -103,16 +104,23 @@ def chat_texts(engine: Engine, limit: int, most: int) -> list[Text]:
     return [Text("chats", list(one.prompt_token_ids), list(one.outputs[0].token_ids)) for one in outputs]
 
 
-def read(engine: Engine, texts: Sequence[Text], depth: DepthPolicy) -> list[Tensor]:
-    """Log-probabilities [answer's tokens, V] of each text."""
-    sampler = TextSampler(texts)
-    engine.sampler = sampler  # type: ignore[assignment]
+def follow(engine: Engine, texts: Sequence[Text], depth: DepthPolicy, keep: Callable[[int, int, Tensor], None]) -> None:
+    """Let an engine generate the texts' answers; `keep` is that of `TextSampler`."""
+    usual = engine.sampler
+    engine.sampler = TextSampler(texts, keep)  # type: ignore[assignment]
     for place, text in enumerate(texts):
         params = SamplingParams(temperature=0, max_tokens=len(text.answer), ignore_eos=True, depth=depth)
         engine.add_request(str(place), {"prompt_token_ids": text.prompt}, params)
     while engine.has_unfinished_requests():
         engine.step()
-    return [torch.stack(rows) for rows in sampler.rows]
+    engine.sampler = usual
+
+
+def read(engine: Engine, texts: Sequence[Text], depth: DepthPolicy) -> list[Tensor]:
+    """Log-probabilities [answer's tokens, V] of each text."""
+    rows: list[list[Tensor]] = [[] for _ in texts]
+    follow(engine, texts, depth, lambda place, token, logits: rows[place].append(logits.log_softmax(dim=-1)))
+    return [torch.stack(of_text) for of_text in rows]
 
 
 def page_texts(engine: Engine, limit: int, most: int) -> list[Text]:
@@ -156,6 +164,17 @@ def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:
     loss = -found[range(len(text.answer)), text.answer].sum()
     same = (found.argmax(-1) == reference.argmax(-1)).sum()
     return np.array([float(kl), float(loss), float(same), len(text.answer)])
+
+
+def judged(texts: Sequence[Text], exact: Engine, others: Mapping[str, Engine]) -> tuple[Floats, dict[str, Floats]]:
+    """Each text read as a prompt: the sums of `exact` beside itself, and of each of the others beside it."""
+    own, sums = [], {name: [] for name in others}
+    for text in tqdm(texts, unit="text"):
+        reference = read_prompt(exact, text)
+        own.append(compared(text, reference, reference))
+        for name, engine in others.items():
+            sums[name].append(compared(text, read_prompt(engine, text), reference))
+    return np.array(own), {name: np.array(found) for name, found in sums.items()}
 
 
 def figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> dict[str, Any]:

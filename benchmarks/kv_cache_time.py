@@ -1,31 +1,26 @@
 """What 8-bit cache entries cost or save a CPU in time: a native decode step over them and over float32, in turns.
 
-A step's time does not depend on its entries, so these are random; times are of the processor.
+A step's time depends neither on its entries nor on its weights: both are random, of a model's sizes; times are of the
+processor.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from time import process_time
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 
-from benchmarks.report import in_turns, option, print_table, run_benchmark, spread
-from d3engine.engine.engine import Engine
-from d3engine.executor.eager import EagerExecutor
-from d3engine.executor.native import native_model
-from d3engine.kernels.kv_pool import KVPool, values_and_scales
-from d3engine.kernels.native.library import Decoder
-from d3engine.kernels.native.runs import Rows
+from benchmarks.native_steps import NativeSteps, Sizes
+from benchmarks.report import in_turns, main_of, option, print_table, spread
+from d3engine.engine.model_directory import model_directory
+from d3engine.model.config import ModelConfig
 
-CACHES = {"float32": "auto", "fp8": "fp8"}
-FOREVER = 2**30
+CACHES = ("float32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -39,61 +34,43 @@ class Settings:
     rounds: int = option(9, "turns of each cache")
 
 
-class Cached:
-    """A model with one kind of cache, full of random entries, on one thread."""
-
-    def __init__(self, settings: Settings, kind: str) -> None:
-        rows, length = max(settings.batches), max(settings.contexts) + settings.steps
-        options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weight_dtype": "bfloat16"}
-        options |= {"kv_cache_dtype": CACHES[kind], "enforce_eager": True, "max_num_seqs": rows}
-        with Engine(settings.model, max_model_len=length, kv_cache_memory_bytes=2**20, **options) as probe:
-            layers, size = probe.config.num_layers, probe.settings.block_size
-            memory = rows * layers * -(-length // size) * probe.settings.block_bytes
-        self._engine = Engine(settings.model, max_model_len=length, kv_cache_memory_bytes=memory, **options)
-        eager = self._engine.executor
-        assert isinstance(eager, EagerExecutor)
-        _fill(eager.pool)
-        blocks = -(-length // size)
-        self._decoder = Decoder(native_model(eager), max_blocks=blocks, num_slots=rows, max_rows=rows, num_threads=1)
-        order = np.random.default_rng(0).permutation(rows * layers * blocks) + 1
-        self._tables = order.astype(np.int32).reshape(rows, layers, blocks)
-        self.bytes_a_token = layers * probe.settings.block_bytes // size
-        self.isa = self._decoder.isa
-
-    def seconds(self, context: int, batch: int, steps: int) -> float:
-        """Of processor time for a step of `batch` texts of `context` tokens, of some steps."""
-        ones = np.ones(batch, np.int64)
-        cutoffs = np.full((batch, self._tables.shape[1]), FOREVER, np.int32)
-        rows = Rows(ones, context * ones, ones, np.arange(batch), cutoffs, self._tables)
-        began = process_time()
-        self._decoder.run(rows, steps)
-        return (process_time() - began) / steps
-
-    def close(self) -> None:
-        self._engine.close()
+def steps_over(cache: str, settings: Settings) -> NativeSteps:
+    """A model of these sizes on one thread, its matrices in bfloat16, over a cache full of random entries."""
+    config = ModelConfig.from_directory(model_directory(settings.model))
+    sizes = Sizes(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        rows=max(settings.batches),
+        context=max(settings.contexts) + settings.steps,
+    )
+    return NativeSteps(sizes, "bfloat16", head_format="bfloat16", kv_cache_dtype=cache)
 
 
-def _fill(pool: KVPool) -> None:
-    values, scales = values_and_scales(pool)
-    if scales is None:
-        values.normal_()
-    else:
-        values.view(torch.uint8).random_(0, 127)
-        scales.fill_(0.01)
+def seconds(model: NativeSteps, context: int, batch: int, steps: int) -> float:
+    """Of processor time for a step of `batch` texts of `context` tokens, of some steps."""
+    rows = model.rows(batch, context=context + 1)
+    began = process_time()
+    model.step(rows, steps)
+    return (process_time() - began) / steps
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Seconds of a step over both caches, and fp8's over float32's within a round, by context and batch."""
-    caches = {kind: Cached(settings, kind) for kind in CACHES}
+    models = {cache: steps_over(cache, settings) for cache in CACHES}
     rows = []
-    for context in settings.contexts:
-        for batch in settings.batches:
-            turns = {name: partial(kind.seconds, context, batch, settings.steps) for name, kind in caches.items()}
-            steps, ratio = in_turns(turns, settings.rounds, f"context {context}, batch {batch}")
-            rows.append({"context": context, "batch": batch, "steps": steps, "ratio": ratio})
-    about = {kind: {"bytes_a_token": cache.bytes_a_token, "isa": cache.isa} for kind, cache in caches.items()}
-    for cache in caches.values():
-        cache.close()
+    for context, batch in product(settings.contexts, settings.batches):
+        turns = {cache: partial(seconds, model, context, batch, settings.steps) for cache, model in models.items()}
+        steps, ratio = in_turns(turns, settings.rounds, f"context {context}, batch {batch}")
+        rows.append({"context": context, "batch": batch, "steps": steps, "ratio": ratio})
+    about = {
+        cache: {"bytes_a_token": model.sizes.layers * model.entry_bytes, "isa": model.decoder.isa}
+        for cache, model in models.items()
+    }
     return {"settings": asdict(settings), "caches": about, "rows": rows}
 
 
@@ -112,9 +89,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, title, left=columns)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    return run_benchmark("kv_cache_time", __doc__, Settings, measure, show, arguments, width=100)
+main = main_of("kv_cache_time", __doc__, Settings, measure, show, width=100)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: the same weights in a GGUF file, and its decode steps without anything around them.
+"""llama.cpp as a peer: its decode steps on a GGUF file, without anything around them.
 
 Driven through the C API of llama-cpp-python; a step is timed without choosing a token, which is to its favour.
 """
@@ -8,79 +8,8 @@ from __future__ import annotations
 import ctypes
 import time
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
-from torch import Tensor
-
-from benchmarks.gguf_tokenizer import add_tokenizer
-from benchmarks.systems import need_llama
-from d3engine.model.config import ModelConfig
-from d3engine.model.weights import LlamaWeights
-
-TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "16-bit": gguf.GGMLQuantizationType.BF16,
-    "12-bit": gguf.GGMLQuantizationType.BF16,
-    "8-bit": gguf.GGMLQuantizationType.Q8_0,
-    "4-bit": gguf.GGMLQuantizationType.Q4_0,
-}
-"""What comes nearest to each of our kinds of weights; Q8_0 and Q4_0 have a scale for every 32 weights."""
-
-
-def write_gguf(
-    path: Path, config: ModelConfig, weights: LlamaWeights, kind: str, tokenizer: Path | None = None
-) -> None:
-    """Write float32 `weights` as a GGUF file, matrices in the type of `kind`.
-
-    It has the tokenizer of the model directory `tokenizer`, or none.
-    """
-    need_llama(config)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_vocab_size(config.vocab_size)
-    if tokenizer is None:
-        writer.add_tokenizer_model("no_vocab")
-    else:
-        add_tokenizer(writer, tokenizer, config.vocab_size)
-
-    def add(name: str, tensor: Tensor, is_matrix: bool = True) -> None:
-        values = tensor.float().contiguous().numpy()
-        given = TYPES[kind] if is_matrix else TYPES["f32"]
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, given), raw_dtype=given)
-
-    add("token_embd", weights.embedding)
-    add("output_norm", weights.final_norm, is_matrix=False)
-    if weights.lm_head is not weights.embedding:
-        add("output", _plain(weights.lm_head))
-    for index, layer in enumerate(weights.layers):
-        block = f"blk.{index}"
-        # Heads lie in adjacent pairs there as here.
-        query, key, value = _plain(layer.qkv).split([config.q_size, config.kv_size, config.kv_size])
-        gate, up = _plain(layer.gate_up).chunk(2)
-        add(f"{block}.attn_norm", layer.attention_norm, is_matrix=False)
-        add(f"{block}.ffn_norm", layer.mlp_norm, is_matrix=False)
-        named = {"attn_q": query, "attn_k": key, "attn_v": value, "attn_output": _plain(layer.output)}
-        for name, matrix in (named | {"ffn_gate": gate, "ffn_up": up, "ffn_down": _plain(layer.down)}).items():
-            add(f"{block}.{name}", matrix)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _plain(weight: Any) -> Tensor:
-    assert isinstance(weight, Tensor), "float weights are written; llama.cpp has quantized forms of its own"
-    return weight
 
 
 class LlamaCpp:

@@ -9,29 +9,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.children import Child
 from benchmarks.llama_cpp import LlamaCpp
 
 
-class Model(Protocol):
-    """What the loop needs of a model: `LlamaCpp` has it."""
-
-    def decode(self, rows: list[tuple[int, int, int]], first: int) -> None:
-        """Run (sequence, position, token) rows, with logits from position `first` on."""
-
-    def likeliest(self, count: int) -> list[int]:
-        """The likeliest token at each of the last `count` rows."""
-
-    def keep(self, length: int) -> None:
-        """Forget all entries but the first `length`."""
-
-    def ends_with(self, token: int) -> bool:
-        """Whether `token` ends an answer."""
-
-
-def answer(target: Model, draft: Model, prompt: list[int], tokens: int, draft_length: int) -> dict[str, Any]:
+def answer(target: LlamaCpp, draft: LlamaCpp, prompt: list[int], tokens: int, draft_length: int) -> dict[str, Any]:
     """At most `tokens` greedy tokens behind `prompt`, `draft_length` of them drafted at a time, or none for 0.
 
     Returns `token_ids`, seconds of the whole and of the prompt pass, and counts of drafted and accepted tokens and of

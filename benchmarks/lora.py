@@ -9,7 +9,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from benchmarks.report import in_turns, option, print_table, run_benchmark, spread
+from benchmarks.report import in_turns, main_of, option, print_table, spread
 from d3engine.engine.engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.request.params import SamplingParams
@@ -69,7 +68,7 @@ def write_random_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2))
 
 
-def measure(settings: Settings, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Seconds of a step with an adapter and without, and their ratio within a round, by batch."""
     options: dict[str, Any] = {"max_lora_rank": settings.rank, "num_threads": settings.threads}
     params = SamplingParams(temperature=0, max_tokens=settings.steps, ignore_eos=True)
@@ -80,9 +79,9 @@ def measure(settings: Settings, clock: Callable[[], float] = time.perf_counter) 
         executor, nbytes = engine.stats().executor, engine.adapters.nbytes
 
         def seconds(kind: str, batch: int) -> float:
-            began = clock()
+            began = time.perf_counter()
             engine.generate([PROMPT] * batch, params, use_tqdm=False, lora_request=KINDS[kind])
-            return (clock() - began) / settings.steps
+            return (time.perf_counter() - began) / settings.steps
 
         for batch in settings.batches:
             turns = {kind: partial(seconds, kind, batch) for kind in KINDS}
@@ -102,9 +101,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, f"a decode step, ms: median (least-most); {report['executor']}", left=columns)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    return run_benchmark("lora", __doc__, Settings, measure, show, arguments, width=100)
+main = main_of("lora", __doc__, Settings, measure, show, width=100)
 
 
 if __name__ == "__main__":

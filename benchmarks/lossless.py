@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,14 +22,29 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.drafts import DRAFT, DRAFT_HELP, LENGTHS_HELP, DraftSettings, prompts_for
 from benchmarks.report import Parser, option, ratios, settings_of, summary
 from d3engine import InvalidValueError
 from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
+from d3engine.research.analysis.answers import Prompt, read_prompts
+from d3engine.research.evaluation.word_problems import format_prompt, problems
 from d3engine.research.plots import BLUE, INK, ORANGE, new_figure, save_figure
+
+DRAFT = {"flag": "--draft", "action": "append", "nargs": 2, "type": float, "metavar": ("ALPHA", "START")}
+DRAFT_HELP = "a setting of D3 to draft with; may be repeated"
+LENGTHS_HELP = "draft lengths"
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """Prompts, and what drafts of D3 cross skipped layers by. `chat` is a file of prompts, one a line."""
+
+    bridges: str | None = option(None, "bridges that drafts cross skipped layers by", metavar="FILE")
+    prompts: int = option(4, "word problems, or lines of --chat")
+    chat: str | None = option(None, "prompts for the chat template, one a line, not word problems", metavar="FILE")
+    tokens: int = option(64, "tokens of an answer at most")
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,13 @@ class Draft:
     def policy(self, length: int) -> SelfSpeculative:
         """The answers of full depth, drafted `length` tokens at a time."""
         return self.verified(self.alone, length)
+
+
+def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
+    """A given number of word problems, or as many lines of the file `chat` in the model's chat template."""
+    if chat is None:
+        return [format_prompt(problem.question) for problem in itertools.islice(problems("test", 1), count)]
+    return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in read_prompts(Path(chat), count)]
 
 
 def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
@@ -162,6 +185,13 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
 
 
+def counts_of(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
+    """Drafted and accepted tokens, and verifications."""
+    names = ("num_drafted_tokens", "num_accepted_tokens", "num_verifications")
+    drafted, accepted, passes = (sum(getattr(one.metrics, name) for one in outputs) for name in names)
+    return drafted, accepted, passes
+
+
 def _full_depth(count: int, cells: Sequence[dict[str, Any]], seconds: Sequence[float]) -> dict[str, Any]:
     """Its speed, and the best draft beside it; nothing without timed rounds."""
     if not seconds:
@@ -178,10 +208,7 @@ def _cell(
     full = [output.outputs[0].token_ids for output in answers["full"]]
     given = [output.outputs[0] for output in answers[name]]
     assert [answer.token_ids for answer in given] == full, f"{name} is not lossless"
-    metrics = [output.metrics for output in answers[name]]
-    drafted = sum(m.num_drafted_tokens for m in metrics)
-    accepted = sum(m.num_accepted_tokens for m in metrics)
-    passes = sum(m.num_verifications for m in metrics)
+    drafted, accepted, passes = counts_of(answers[name])
     count = sum(map(len, full))
     counts = {
         **draft.about,
@@ -236,18 +263,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     if not is_timed:
         return
+    best = report["best"]
+    words = f"{best['title']}, draft length {best['draft_length']}: {best['speedup']['median']:.2f}x"
     paying = [cell for cell in report["cells"] if cell["speedup"]["median"] > 1]
-    console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {_in_words(report['best'])}.")
+    console.print(f"{len(paying)} of {len(report['cells'])} settings pay; the best is {words}.")
 
 
 def _times(cell: dict[str, Any]) -> tuple[str, str, str]:
     """What only a clock tells of a cell: the speed-up, its rounds, and what its model says."""
     speedup = cell["speedup"]
     return f"{speedup['median']:.2f}", f"{speedup['min']:.2f}-{speedup['max']:.2f}", f"{cell['modelled_speedup']:.2f}"
-
-
-def _in_words(cell: dict[str, Any]) -> str:
-    return f"{cell['title']}, draft length {cell['draft_length']}: {cell['speedup']['median']:.2f}x"
 
 
 def plot(report: dict[str, Any], path: str) -> None:
@@ -284,7 +309,7 @@ def plot(report: dict[str, Any], path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = Parser("lossless", __doc__, arguments, Settings)
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.add_plot()
     options = parser.given()
     only_windows = {"drafts": ()} if options.windows and not options.drafts else {}
     settings = settings_of(Settings, options, **only_windows)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from d3engine.kernels.blocks import BLOCK_FORMATS, BlockWeight, blocks_in_lanes
 from d3engine.kernels.interleaved import in_lanes
@@ -117,7 +116,7 @@ class NativeSteps:
         pool = _random_pool(count + 1, sizes, kv_cache_dtype)
         self.layer_bytes = sum(_nbytes(linear.weight) for linear in matrices.values())
         self.head_bytes = _nbytes(head)
-        self._entry_bytes = pool.nbytes // (pool.shape[0] * BLOCK_SIZE)
+        self.entry_bytes = pool.nbytes // (pool.shape[0] * BLOCK_SIZE)
         model = NativeModel(
             layers=tuple(layer(**copy.deepcopy(matrices)) for _ in range(sizes.layers)),
             embedding=torch.randn(sizes.vocab, sizes.hidden),
@@ -147,7 +146,7 @@ class NativeSteps:
     def bytes_read(self, count: int, *, context: int = 16, skipped: Sequence[int] = ()) -> int:
         """Bytes that a step has to read: the matrices of the layers that run, their entries, and the LM head."""
         layers = self.sizes.layers - len(skipped)
-        return layers * (self.layer_bytes + count * context * self._entry_bytes) + self.head_bytes
+        return layers * (self.layer_bytes + count * context * self.entry_bytes) + self.head_bytes
 
     def draft_and_verify(self, count: int, length: int, skipped: Sequence[int]) -> None:
         """Draft `length` tokens for each of `count` sequences without the layers `skipped`, and verify them."""
@@ -192,7 +191,8 @@ def _nbytes(weight: Weight) -> int:
 
 
 def _random_pool(blocks: int, sizes: Sizes, kv_cache_dtype: str) -> KVPool:
-    entries: Tensor = torch.randn(blocks, 2, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+    shape = (blocks, 2, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
     if kv_cache_dtype == "float32":
-        return entries
-    return Fp8Pool(entries.to(FP8), torch.full((blocks, 2, sizes.kv_heads, BLOCK_SIZE), 1e-2))
+        return torch.randn(shape)
+    values = torch.randint(127, shape, dtype=torch.uint8).view(FP8)  # 127 would be no number
+    return Fp8Pool(values, torch.full((blocks, 2, sizes.kv_heads, BLOCK_SIZE), 1e-2))

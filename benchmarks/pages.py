@@ -186,11 +186,8 @@ def twelve_bits() -> Iterator[str]:
             key: row["systems"]["d3engine"]["seconds_per_step"]["median"]
             for key, row in _rows_of(name, "decode").items()
         }
-        over = [
-            (f"{seconds['12-bit', batch] / seconds['16-bit', batch]:.2f}")
-            for batch in (1, 8)
-            if ("12-bit", batch) in seconds
-        ]
+        batches = [batch for batch in (1, 8) if ("12-bit", batch) in seconds]
+        over = [f"{seconds['12-bit', batch] / seconds['16-bit', batch]:.2f}" for batch in batches]
         rows.append((f"`{name}`", *over, *["-"] * (2 - len(over))))
     yield from table(("run", "1 row", "8 rows"), rows)
 
@@ -308,11 +305,16 @@ def activations(*names: str) -> Iterator[str]:
 
 def weight_forms(name: str) -> Iterator[str]:
     """What forms of weights cost, on two kinds of texts."""
-    from benchmarks.weight_forms import markdown
-
+    by_form: dict[str, dict[str, Report]] = {}
+    for row in run(name)["rows"]:
+        by_form.setdefault(row["weights"], {})[row["texts"]] = row
+    rows = []
+    for form, of in by_form.items():
+        bits = (f"{of['chats'][part]:.2f}" for part in ("bits_of_layers", "bits_of_all") if form != "floats")
+        costs = ((interval(of[kind]["kl"], ".4f"), f"{of[kind]['perplexity']:.3f}") for kind in ("chats", "pages"))
+        rows.append((form, ", ".join(bits) or "32", *chain.from_iterable(costs)))
     header = ("weights", "bits: layers, all", "KL, own answers", "perplexity", "KL, documentation", "perplexity")
-    yield from table(header, ())
-    yield from markdown(run(name)).splitlines()
+    yield from table(header, rows)
 
 
 def kv_cache(name: str) -> Iterator[str]:
@@ -339,10 +341,7 @@ def tool_calls(*names: str) -> Iterator[str]:
 
 def left_out(name: str) -> Iterator[str]:
     """What each layer costs where it is left out, in two halves side by side."""
-    cells = [
-        (str(nth), _spread_of(row["all"], "kl", 1, "{:.3f} ± {:.3f}"), _agreement(row["all"]))
-        for nth, row in enumerate(run(name)["policies"])
-    ]
+    cells = [(str(nth), _kl(row["all"]), _agreement(row["all"])) for nth, row in enumerate(run(name)["policies"])]
     half = (len(cells) + 1) // 2
     header = ("layer", "KL, nats", "same likeliest token")
     pairs = zip_longest(cells[:half], cells[half:], fillvalue=("", "", ""))
@@ -352,12 +351,7 @@ def left_out(name: str) -> Iterator[str]:
 def students(name: str) -> Iterator[str]:
     """Policies and students against full depth."""
     rows = [
-        (
-            f"`{row['policy']}`",
-            f"{row['layers_saved']:.3g}",
-            _spread_of(row["all"], "kl", 1, "{:.3f} ± {:.3f}"),
-            _agreement(row["all"]),
-        )
+        (f"`{row['policy']}`", f"{row['layers_saved']:.3g}", _kl(row["all"]), _agreement(row["all"]))
         for row in run(name)["measured"]["policies"]
     ]
     yield from table(("generated tokens run", "layers saved", "KL, nats", "same likeliest token"), rows)
@@ -366,28 +360,23 @@ def students(name: str) -> Iterator[str]:
 def held_out(name: str) -> Iterator[str]:
     """What a student agrees in with full depth, by kind of text."""
     found = run(name)
-    rows = [
-        (kind, _spread_of(one, "kl", 1, "{:.3f} ± {:.3f}"), _agreement(one)) for kind, one in found["held_out"].items()
-    ]
+    rows = [(kind, _kl(one), _agreement(one)) for kind, one in found["held_out"].items()]
     yield from table((f"held out, {found['layers_saved']:.2f} layers saved", "KL, nats", "same likeliest token"), rows)
 
 
 def by_step(name: str) -> Iterator[str]:
     """KL divergence of the same policies by generation step."""
     rows = run(name)["measured"]["policies"]
-    cells = [
-        (f"`{row['policy']}`", *(_spread_of(one, "kl", 1, "{:.3f} ± {:.3f}") for one in row["by_position"].values()))
-        for row in rows
-    ]
+    cells = [(f"`{row['policy']}`", *(_kl(one) for one in row["by_position"].values())) for row in rows]
     yield from table(("KL, nats, at steps", *rows[0]["by_position"]), cells)
 
 
+def _kl(of: Report) -> str:
+    return f"{of['kl']:.3f} ± {of['kl_95']:.3f}"
+
+
 def _agreement(of: Report) -> str:
-    return _spread_of(of, "agreement", 100, "{:.1f} ± {:.1f} %")
-
-
-def _spread_of(of: Report, key: str, scale: float, form: str) -> str:
-    return form.format(scale * of[key], scale * of[f"{key}_95"])
+    return f"{100 * of['agreement']:.1f} ± {100 * of['agreement_95']:.1f} %"
 
 
 def by_generation_step(*names: str) -> Iterator[str]:
@@ -443,17 +432,12 @@ def evaluation(name: str) -> Iterator[str]:
 def by_task(name: str) -> Iterator[str]:
     """Right answers of a run of `d3engine eval --json` by task and policy."""
     found = run(name)["benchmarks"]
-    rows = [
-        (
-            f"`{one['task']}`",
-            *(
-                f"{score['correct']} of {one['problems']} ({100 * score['interval_95']['low']:.1f} to"
-                f" {100 * score['interval_95']['high']:.1f} %)"
-                for score in one["scores"]
-            ),
-        )
-        for one in found
-    ]
+
+    def cell(score: Report, problems: int) -> str:
+        low, high = (f"{100 * score['interval_95'][end]:.1f}" for end in ("low", "high"))
+        return f"{score['correct']} of {problems} ({low} to {high} %)"
+
+    rows = [(f"`{one['task']}`", *(cell(score, one["problems"]) for score in one["scores"])) for one in found]
     yield from table(("task", *(depth(score["depth"]) for score in found[0]["scores"])), rows)
 
 
@@ -461,11 +445,8 @@ def certificates(name: str) -> Iterator[str]:
     """What `d3engine calibrate --json` certified, in its order."""
     rows = [
         (
-            depth(one["depth"]),
-            str(one["problems"]),
-            f"{one['realised_mean_layers']:.2f}",
-            f"{100 * one['exact_match']:.1f} %",
-            points(one["difference"], one["difference_interval_95"]),
+            *(depth(one["depth"]), str(one["problems"]), f"{one['realised_mean_layers']:.2f}"),
+            *(f"{100 * one['exact_match']:.1f} %", points(one["difference"], one["difference_interval_95"])),
         )
         for one in run(name)["certificates"]
     ]

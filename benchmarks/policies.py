@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, print_table, summary, write_json
+from benchmarks.report import Parser, option, print_table, settings_of, summary
 from d3engine.depth import (
     D3,
     DepthPolicy,
@@ -55,13 +55,13 @@ class Settings:
     """What is run: test `problems` for quality, `timed` of them for time in each of `repeats` rounds, `calibration`
     problems of the validation split to find each system's parameter; `batch` answers at once."""
 
-    problems: int = 200
-    timed: int = 16
-    calibration: int = 24
-    repeats: int = 5
-    batch: int = 8
-    max_tokens: int = 96
-    threads: int = 1
+    problems: int = option(200)
+    timed: int = option(16)
+    calibration: int = option(24)
+    repeats: int = option(5)
+    batch: int = option(8)
+    max_tokens: int = option(96)
+    threads: int = option(1)
 
 
 @dataclass
@@ -136,14 +136,9 @@ def _skip_decode(budget: Budget) -> DepthPolicy:
     )
 
 
-def _unified(budget: Budget) -> DepthPolicy:
-    layers = budget.num_layers
-    return budget.nearest(UnifiedSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
-
-
-def _even(budget: Budget) -> DepthPolicy:
-    layers = budget.num_layers
-    return budget.nearest(EvenSkip(f"{layers}/{kept}") for kept in range(2, layers + 1))  # type: ignore[arg-type]
+def _regular(kind: Callable[[str], DepthPolicy]) -> Callable[[Budget], DepthPolicy]:
+    """Of policies that keep k of L layers, the one nearest to the target."""
+    return lambda b: b.nearest(kind(f"{b.num_layers}/{kept}") for kept in range(2, b.num_layers + 1))
 
 
 def save_lowest_layers(model: str, count: int, directory: Path) -> Path:
@@ -176,8 +171,8 @@ SYSTEMS: list[System] = [
     System("D3", lambda budget: CALIBRATED),
     System("tail skip", _tail_skip),
     System("SkipDecode", _skip_decode),
-    System("unified skipping", _unified),
-    System("even skipping", _even),
+    System("unified skipping", _regular(UnifiedSkip)),
+    System("even skipping", _regular(EvenSkip)),
     System("early exit, softmax", lambda budget: budget.early_exit()),
     System("early exit, softmax, upper half", lambda b: b.early_exit(min_layer=b.num_layers // 2)),
     System("early exit, softmax, batch_min", lambda b: b.early_exit(min_layer=b.num_layers // 2, batch="batch_min")),
@@ -314,6 +309,10 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _print_markdown(report: dict[str, Any], console: Console) -> None:
+    print(markdown(report))
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """Print one row a system."""
     settings = report["settings"]
@@ -337,20 +336,11 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its table."""
-    parser = Parser("policies", __doc__, arguments)
-    for name, default in asdict(Settings()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
+    parser = Parser("policies", __doc__, arguments, Settings)
     parser.add_argument("--markdown", action="store_true", help="print the table as a page has it")
-    options = vars(parser.given())
-    file, as_markdown = options.pop("json"), options.pop("markdown")
-    report = measure_all(Settings(**options))
-    report["environment"] = parser.environment()
-    if as_markdown:
-        print(markdown(report))
-    else:
-        show(report, Console(width=None if sys.stdout.isatty() else 160))
-    if file:
-        write_json(report, file)
+    options = parser.given()
+    shown = _print_markdown if options.markdown else show
+    parser.publish(measure_all(settings_of(Settings, options)), shown, width=160)
     return 0
 
 

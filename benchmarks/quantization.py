@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.judged_texts import RESAMPLES, Floats, Text, follow
 from benchmarks.report import Parser, option, settings_of
 from d3engine import Engine, FullDepth, SamplingParams
 from d3engine.depth import DepthPolicy
@@ -33,11 +33,9 @@ from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.model.weights import LlamaWeights, load_weights, quantize_weights, with_matrices
 from d3engine.research.evaluation.accuracy import Interval, take_problems, wilson_interval
 from d3engine.research.evaluation.word_problems import Problem, Split, extract_answer, format_completion, format_prompt
-from d3engine.scheduling.plan import Plan, Sampled
 from d3engine.text.prompts import Prompt
 
 FLOAT = "float32"
-RESAMPLES = 2000
 
 _FINE = tuple(sign * step / 4 for step in range(20, 41) for sign in (1, -1))
 INT4_RULES: dict[str, tuple[float, ...]] = {
@@ -48,8 +46,6 @@ INT4_RULES: dict[str, tuple[float, ...]] = {
     f"the best of {len(_FINE)}": _FINE,
 }
 """Ways to choose a group's scale, as divisors of its value of largest magnitude; `--rules` compares them."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -74,23 +70,6 @@ class Answers:
     lengths: Floats  # [problems] tokens of the solution
 
 
-class SolutionSampler:
-    """Stands for the engine's sampler: takes the solution's tokens, and sums up what they cost in nats."""
-
-    def __init__(self, solutions: Sequence[Sequence[int]]) -> None:
-        self._solutions = solutions
-        self.losses = np.zeros(len(solutions))
-
-    def __call__(self, logits: Tensor, plan: Plan) -> Sampled:
-        sequences = [plan.sequences[chunk] for chunk in plan.sampled.tolist()]
-        places = [int(sequence.request_id) for sequence in sequences]
-        tokens = [self._solutions[place][seq.step] for place, seq in zip(places, sequences, strict=True)]
-        if tokens:
-            chosen = logits[: len(tokens)].double().log_softmax(dim=-1)[range(len(tokens)), tokens]
-            self.losses[places] -= chosen.numpy()
-        return Sampled([[token] for token in tokens])
-
-
 def answer(
     engine: Engine,
     given: Sequence[Problem],
@@ -104,32 +83,29 @@ def answer(
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, depth=depth)
     outputs = [output.outputs[0] for output in engine.generate(prompts, greedy, use_tqdm=False)]
     watch()
-    solutions = [solution_tokens(engine, problem) for problem in given]
-    sampler, usual = SolutionSampler(solutions), engine.sampler
-    engine.sampler = sampler  # type: ignore[assignment]
-    for place, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=len(solution), ignore_eos=True, depth=depth)
-        engine.add_request(str(place), prompt, params)
-    while engine.has_unfinished_requests():
-        engine.step()
-    engine.sampler = usual
+    solutions, losses = [solution_of(engine, problem) for problem in given], np.zeros(len(given))
+
+    def add(place: int, token: int, logits: Tensor) -> None:
+        losses[place] -= float(logits.double().log_softmax(dim=-1)[token])
+
+    follow(engine, solutions, depth, add)
     watch()
     return Answers(
         token_ids=[list(output.token_ids) for output in outputs],
         right=[extract_answer(o.text) == problem.answer for o, problem in zip(outputs, given, strict=True)],
-        losses=sampler.losses,
-        lengths=np.array([float(len(solution)) for solution in solutions]),
+        losses=losses,
+        lengths=np.array([float(len(solution.answer)) for solution in solutions]),
     )
 
 
-def solution_tokens(engine: Engine, problem: Problem) -> list[int]:
-    """The tokens of the written-out solution, with the one that ends it."""
+def solution_of(engine: Engine, problem: Problem) -> Text:
+    """A problem with the tokens of its written-out solution, and the one that ends it."""
     assert engine.tokenizer is not None
     prompt = format_prompt(problem.question)
     before = engine.tokenizer.encode(prompt)
     both = engine.tokenizer.encode(prompt + format_completion(problem))
     assert both[: len(before)] == before, "the solution's first token has merged with the prompt's last"
-    return [*both[len(before) :], engine.config.eos_token_ids[0]]
+    return Text("problems", before, [*both[len(before) :], engine.config.eos_token_ids[0]])
 
 
 # -- figures ---------------------------------------------------------------------------------------------------

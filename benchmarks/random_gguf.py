@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
+from benchmarks.gguf_writing import add_sizes
 from d3engine import InvalidValueError
+from d3engine.cli.plan import sizes
+from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_metadata import FREQ_FACTORS, llama3_divisors
 from d3engine.utils.files import free_bytes
 
@@ -25,27 +28,19 @@ DEVIATION = 0.02
 """Of weights, as at the start of a training; `random_weights` says why two matrices of a layer have less."""
 _OF_RANDOM_BITS = {Q4_K: 258.0, Q6_K: 1367.0}
 """The deviation of weights of random bits whose blocks have the scale 1, and for Q4_K the minimum 7.5."""
-_THETA = 500_000.0
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Llama 3."""
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    is_tied: bool
-    rope_factor: float
+def llama3(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **others: Any) -> ModelConfig:
+    """A Llama 3 of these sizes; `factor` is of its rope, `others` of config.json."""
+    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    given = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+    rope = {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", "factor": others.pop("factor")} | factors}
+    return ModelConfig.from_dict(given | rope | sizes(hidden, inner, layers, heads, kv_heads) | others)
 
 
 SHAPES = {
-    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256, is_tied=False, rope_factor=8.0),
-    "llama-3.2-1b": Shape(16, 2048, 8192, 32, 8, 64, 128_256, is_tied=True, rope_factor=32.0),
+    "llama-3.1-8b": llama3(4096, 14_336, 32, 32, 8, factor=8.0, tie_word_embeddings=False),
+    "llama-3.2-1b": llama3(2048, 8192, 16, 32, 8, factor=32.0, tie_word_embeddings=True),
 }
 
 
@@ -75,15 +70,16 @@ class _Tensor:
         return blocks.reshape(self.shape[0], -1)
 
 
-def write_random(shape: Shape, path: Path) -> None:
+def write_random(shape: ModelConfig, path: Path) -> None:
     """Write such a file, one tensor after the other. Raises `InvalidValueError` where the disk has no room for it."""
     tensors = list(_tensors(shape))
     total = sum(tensor.nbytes for tensor in tensors)
     if free_bytes(path) < 1.02 * total:
         raise InvalidValueError("--model", str(path), f"a file on a disk with {1.02 * total / 1e9:.1f} GB free")
     writer = GGUFWriter(path, "llama")
-    _add_keys(writer, shape)
-    factors = llama3_divisors(shape.head_dim, _THETA, shape.rope_factor).astype(np.float32)
+    add_sizes(writer, shape)
+    _add_tokenizer(writer, shape.vocab_size)
+    factors = llama3_divisors(shape.head_dim, shape.rope.theta, shape.rope.factor).astype(np.float32)
     writer.add_tensor_info(FREQ_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.kind)
@@ -99,25 +95,25 @@ def write_random(shape: Shape, path: Path) -> None:
     writer.close()
 
 
-def _tensors(shape: Shape) -> Iterator[_Tensor]:
-    hidden, residual = shape.hidden, DEVIATION / math.sqrt(2 * shape.layers)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield _Tensor("token_embd.weight", (shape.vocabulary, hidden), Q6_K if shape.is_tied else Q4_K)
-    for layer in range(shape.layers):
-        more = Q6_K if _has_more_bits(layer, shape.layers) else Q4_K
+def _tensors(shape: ModelConfig) -> Iterator[_Tensor]:
+    hidden, inner, residual = shape.hidden_size, shape.intermediate_size, DEVIATION / math.sqrt(2 * shape.num_layers)
+    embedding = Q6_K if shape.tie_word_embeddings else Q4_K
+    yield _Tensor("token_embd.weight", (shape.vocab_size, hidden), embedding)
+    for layer in range(shape.num_layers):
+        more = Q6_K if _has_more_bits(layer, shape.num_layers) else Q4_K
         block = f"blk.{layer}."
         yield _Tensor(f"{block}attn_norm.weight", (hidden,))
-        yield _Tensor(f"{block}attn_q.weight", (queries, hidden), Q4_K)
-        yield _Tensor(f"{block}attn_k.weight", (keys, hidden), Q4_K)
-        yield _Tensor(f"{block}attn_v.weight", (keys, hidden), more)
-        yield _Tensor(f"{block}attn_output.weight", (hidden, queries), Q4_K, residual)
+        yield _Tensor(f"{block}attn_q.weight", (shape.q_size, hidden), Q4_K)
+        yield _Tensor(f"{block}attn_k.weight", (shape.kv_size, hidden), Q4_K)
+        yield _Tensor(f"{block}attn_v.weight", (shape.kv_size, hidden), more)
+        yield _Tensor(f"{block}attn_output.weight", (hidden, shape.q_size), Q4_K, residual)
         yield _Tensor(f"{block}ffn_norm.weight", (hidden,))
-        yield _Tensor(f"{block}ffn_gate.weight", (shape.inner, hidden), Q4_K)
-        yield _Tensor(f"{block}ffn_up.weight", (shape.inner, hidden), Q4_K)
-        yield _Tensor(f"{block}ffn_down.weight", (hidden, shape.inner), more, residual)
+        yield _Tensor(f"{block}ffn_gate.weight", (inner, hidden), Q4_K)
+        yield _Tensor(f"{block}ffn_up.weight", (inner, hidden), Q4_K)
+        yield _Tensor(f"{block}ffn_down.weight", (hidden, inner), more, residual)
     yield _Tensor("output_norm.weight", (hidden,))
-    if not shape.is_tied:
-        yield _Tensor("output.weight", (shape.vocabulary, hidden), Q6_K)
+    if not shape.tie_word_embeddings:
+        yield _Tensor("output.weight", (shape.vocab_size, hidden), Q6_K)
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:
@@ -126,26 +122,16 @@ def _has_more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _add_keys(writer: GGUFWriter, shape: Shape) -> None:
-    writer.add_context_length(131_072)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(_THETA)
-    writer.add_vocab_size(shape.vocabulary)
-    # Engines ask for a tokenizer: bytes, pairs of bytes, and what is left as pairs and one byte.
+def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+    """Engines ask for one: bytes, pairs of bytes, and what is left as pairs and one byte."""
     alphabet = sorted(ByteLevel.alphabet())
     pairs = product(alphabet, alphabet)
     longer = ((first + second, third) for first, second, third in product(alphabet, repeat=3))
-    merges = list(islice(chain(pairs, longer), shape.vocabulary - len(alphabet)))
+    merges = list(islice(chain(pairs, longer), vocab_size - len(alphabet)))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list([*alphabet, *map("".join, merges)])
-    writer.add_token_types([1] * shape.vocabulary)
+    writer.add_token_types([1] * vocab_size)
     writer.add_token_merges(list(map(" ".join, merges)))
-    writer.add_bos_token_id(shape.vocabulary - 2)
-    writer.add_eos_token_id(shape.vocabulary - 1)
+    writer.add_bos_token_id(vocab_size - 2)
+    writer.add_eos_token_id(vocab_size - 1)

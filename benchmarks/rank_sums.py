@@ -7,8 +7,7 @@ rank; beside the clock stands what rank 0 computes meanwhile.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter, process_time
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.report import Parser, positive, print_table, spread, summary
+from benchmarks.report import main_of, option, print_table, spread, summary
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 from d3engine.model.shard import Collectives
@@ -26,6 +25,19 @@ from d3engine.request.params import SamplingParams
 KINDS = ("", "cpu_")
 """Of times: by the clock, and of rank 0 on the processor."""
 PROMPT = list(range(5, 21))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Answers of `tokens` tokens to `batch` prompts, by ranks that share a model; D3 has `alpha` and `start`."""
+
+    model: str = option("demo")
+    ranks: int = option(2)
+    batch: int = option(1)
+    tokens: int = option(64)
+    repeats: int = option(5)
+    alpha: float = option(0.9)
+    start: float = option(0.6)
 
 
 class Timed:
@@ -59,11 +71,12 @@ def now() -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([perf_counter(), process_time()])
 
 
-def turn(engine: Engine, timed: Timed, depth: DepthPolicy, batch: int, tokens: int) -> dict[str, float]:
-    """The figures of one answer to each of `batch` prompts, per step."""
+def turn(engine: Engine, timed: Timed, depth: DepthPolicy, settings: Settings) -> dict[str, float]:
+    """The figures of one answer to each prompt, per step."""
+    tokens = settings.tokens
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, depth=depth)
     sums, seconds, start = timed.sums, timed.seconds.copy(), now()
-    engine.generate([PROMPT] * batch, params, use_tqdm=False)
+    engine.generate([PROMPT] * settings.batch, params, use_tqdm=False)
     within, whole = 1000 * (timed.seconds - seconds) / tokens, 1000 * (now() - start) / tokens
     return {
         "sums": (timed.sums - sums) / tokens,
@@ -74,18 +87,19 @@ def turn(engine: Engine, timed: Timed, depth: DepthPolicy, batch: int, tokens: i
     }
 
 
-def measure(model: str, ranks: int, batch: int, tokens: int, repeats: int, decay: D3) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Every round has a turn of each depth; one round before them counts for nothing."""
-    depths: dict[str, DepthPolicy] = {"full depth": FullDepth(), "D3": decay}
+    depths: dict[str, DepthPolicy] = {"full depth": FullDepth(), "D3": D3(settings.alpha, settings.start)}
     rounds: list[dict[str, dict[str, float]]] = []
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}
-    with Engine(model, tensor_parallel_size=ranks, skip_tokenizer_init=True, max_num_seqs=batch, **options) as engine:
+    options |= {"skip_tokenizer_init": True, "max_num_seqs": settings.batch}
+    with Engine(settings.model, tensor_parallel_size=settings.ranks, **options) as engine:
         running = engine.executor.model
         assert running.ranks is not None
         timed = Timed(running.ranks.collectives)
         running.ranks = replace(running.ranks, collectives=timed)
-        for _ in tqdm(range(repeats + 1), unit="round", disable=None):
-            rounds.append({name: turn(engine, timed, depth, batch, tokens) for name, depth in depths.items()})
+        for _ in tqdm(range(settings.repeats + 1), unit="round", disable=None):
+            rounds.append({name: turn(engine, timed, depth, settings) for name, depth in depths.items()})
     del rounds[0]
     figures = {
         name: {figure: summary([one[name][figure] for one in rounds]) for figure in rounds[0][name]}
@@ -95,8 +109,7 @@ def measure(model: str, ranks: int, batch: int, tokens: int, repeats: int, decay
     saved = [{name: one["full depth"][name] - one["D3"][name] for name in one["D3"]} for one in rounds]
     return {
         "benchmark": "rank_sums",
-        "settings": {"model": model, "ranks": ranks, "batch": batch, "tokens": tokens, "repeats": repeats}
-        | {"alpha": decay.alpha, "start": decay.start},
+        "settings": asdict(settings),
         "depths": figures,
         "faster": summary([one["full depth"]["ms"] / one["D3"]["ms"] for one in rounds]),
         "share_of_saved": _shares(saved, ""),
@@ -122,19 +135,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print the table."""
-    parser = Parser("rank_sums", __doc__, arguments)
-    parser.add_argument("--model", default="demo")
-    for name, default in (("ranks", 2), ("batch", 1), ("tokens", 64), ("repeats", 5)):
-        parser.add_argument(f"--{name}", type=positive, default=default)
-    parser.add_argument("--alpha", type=float, default=0.9)
-    parser.add_argument("--start", type=float, default=0.6)
-    options = parser.given()
-    decay = D3(options.alpha, options.start)
-    report = measure(options.model, options.ranks, options.batch, options.tokens, options.repeats, decay)
-    parser.publish(report, show, width=120)
-    return 0
+main = main_of("rank_sums", __doc__, Settings, measure, show, width=120)
 
 
 if __name__ == "__main__":

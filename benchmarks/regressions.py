@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.native_steps import BYTE_ACTIVATIONS, NativeSteps, Sizes
-from benchmarks.report import Parser, positive, print_table, write_json
+from benchmarks.native_steps import BYTE_ACTIVATIONS, FORMATS, NativeSteps, Sizes
+from benchmarks.report import Parser, cpuinfo, positive, print_table, write_json
 from d3engine.kernels.native.library import isas_here, reads_interleaved_blocks
 
 STORED = Path(__file__).parent / "results" / "ratios.json"
@@ -54,9 +54,9 @@ RATIOS = {
 def cases(isa: str) -> dict[str, Callable[[], object]]:
     """`STEPS` steps each, or as many drafts."""
     wanted = {name for pair in RATIOS.values() for name in pair}
-    formats = {"float32", "bfloat16", "bf12", "int8", "int4", "fp8", "Q8_0", "Q4_K", "Q6_K"}
-    if reads_interleaved_blocks(isa):
-        formats.add("Q4_K" + BYTE_ACTIVATIONS)
+    formats = wanted & set(FORMATS)
+    if not reads_interleaved_blocks(isa):
+        formats = {name for name in formats if BYTE_ACTIVATIONS not in name}
     models = {name: NativeSteps(SIZES, name, isa=isa) for name in sorted(formats)}
     plain, narrow = models["int8"], NativeSteps(SIZES, "int8", kv_cache_dtype="fp8", isa=isa)
 
@@ -99,12 +99,8 @@ def medians(isa: str, rounds: int, times: int) -> dict[str, float]:
 
 def processor() -> str:
     """The processor, so far as its ratios depend on it: names alone are shared by several generations."""
-    if sys.platform != "linux":
-        return platform.processor()
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    fields = dict(map(str.strip, line.partition(":")[::2]) for line in lines)
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size")
-    return ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields)
+    fields, wanted = cpuinfo(), ("vendor_id", "cpu family", "model", "stepping", "cache size")
+    return ", ".join(f"{name} {fields[name]}" for name in wanted if name in fields) or platform.processor()
 
 
 def stored() -> dict[str, dict[str, float]]:

@@ -41,9 +41,9 @@ def environment(module: str, arguments: Sequence[str]) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", module, *map(_without_folder, arguments)]),
         "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: version_of(package) for package in PACKAGES},
         "system": platform.system(),
-        "cpu": _cpu(),
+        "cpu": cpuinfo().get("model name") or platform.processor() or platform.machine(),
         "logical_cores": os.cpu_count(),
     }
 
@@ -86,6 +86,10 @@ class Parser(argparse.ArgumentParser):
         given = usual | one.metadata[OPTION]
         self.add_argument(given.pop("flag", f"--{one.name.replace('_', '-')}"), **given)
 
+    def add_plot(self) -> None:
+        """The option --plot of `publish`."""
+        self.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+
     def given(self) -> argparse.Namespace:
         """The options."""
         self._options = self.parse_args(self._words)
@@ -120,20 +124,26 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def run_benchmark(
+def main_of(
     name: str,
     doc: str | None,
     settings: type[Settings],
     measure: Callable[[Settings], dict[str, Any]],
     show: Callable[[dict[str, Any], Console], None],
-    arguments: Sequence[str] | None,
     *,
     width: int,
-) -> int:
-    """Read the settings, measure, print the report and write it where --json says; the exit status."""
-    parser = Parser(name, doc, arguments, settings)
-    parser.publish(measure(settings_of(settings, parser.given())), show, width=width)
-    return 0
+    plot: Callable[[dict[str, Any], str], None] | None = None,
+) -> Callable[..., int]:
+    """`main` of a benchmark: read the settings, measure, print the report, and write or draw it where that is asked."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        parser = Parser(name, doc, arguments, settings)
+        if plot is not None:
+            parser.add_plot()
+        parser.publish(measure(settings_of(settings, parser.given())), show, width=width, plot=plot)
+        return 0
+
+    return main
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
@@ -263,16 +273,17 @@ def _commit() -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """What is installed of a package; None where nothing is."""
     try:
         return version(package)
     except PackageNotFoundError:
         return __version__ if package == "d3engine" else None  # of a checkout that is not installed
 
 
-def _cpu() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def cpuinfo() -> dict[str, str]:
+    """What Linux tells of the first processor; empty on other systems."""
+    if sys.platform != "linux":
+        return {}
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    return dict(map(str.strip, line.partition(":")[::2]) for line in lines)

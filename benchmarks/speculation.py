@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -97,29 +97,13 @@ class Run:
         return sum(map(len, self.token_ids)) / self.seconds
 
 
-class System(Protocol):
-    """What takes turns; `base` is the system over which its ratios are."""
-
-    base: str
-
-    def runs(self, temperature: float, batch: int) -> bool:
-        """Whether it can answer so."""
-
-    def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
-        """Answer these prompts at once."""
-
-
 class EngineSystem:
-    """An engine of `SYSTEMS`."""
+    """An engine of `SYSTEMS`; `base` is the system over which its ratios are."""
 
     base = BASE
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-
-    def runs(self, temperature: float, batch: int) -> bool:
-        """Always."""
-        return True
 
     def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
         """Answer them by one `generate`."""
@@ -140,7 +124,7 @@ class EngineSystem:
 
 
 class PeerSystem:
-    """llama.cpp with this number of drafted tokens."""
+    """llama.cpp with this number of drafted tokens: greedily and one prompt at a time, as its example does."""
 
     base = PEER
 
@@ -148,15 +132,14 @@ class PeerSystem:
         self._child = child
         self._draft_length = draft_length
 
-    def runs(self, temperature: float, batch: int) -> bool:
-        """Greedily, one prompt at a time: so does its example."""
-        return temperature == 0 and batch == 1
-
     def answer(self, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
         """Answer the one prompt."""
         (prompt,), (asked,) = prompts, params
         found = self._child.ask({"prompt": prompt, "tokens": asked.max_tokens, "draft_length": self._draft_length})
         return Run(**found | {"token_ids": [found["token_ids"]]})
+
+
+System = EngineSystem | PeerSystem
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------
@@ -317,7 +300,8 @@ def _ids(engine: Engine, text: str) -> list[int]:
 
 def _turns(settings: Settings, systems: dict[str, System], asked: dict[str, list[list[int]]]) -> Iterator[Turn]:
     for temperature, batch in product(settings.temperatures, settings.batches):
-        names = [name for name, system in systems.items() if system.runs(temperature, batch)]
+        is_for_all = temperature == 0 and batch == 1
+        names = [name for name, system in systems.items() if is_for_all or system.base == BASE]
         # Kinds in turn, so that a run that is ended early has some of each.
         for nth, group in enumerate(sorted(groups_of(asked, batch), key=lambda group: group.first)):
             for begin in range(nth, nth + settings.repeats):
@@ -468,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Settings.peer_lengths if find_spec("llama_cpp") else (),
         help="tokens that llama.cpp drafts, where it is installed; nothing leaves it out",
     )
-    parser.add_argument("--plot", metavar="FILE", help="also draw the figures to this PNG file (needs matplotlib)")
+    parser.add_plot()
     settings = settings_of(Settings, parser.given())
     if BASE not in settings.systems:
         parser.error(f"--systems must name {BASE}, over which the ratios are")

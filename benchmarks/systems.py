@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from benchmarks.report import option
+from benchmarks.report import option, summary
 from d3engine import InvalidValueError
 from d3engine.cli.plan import sizes
 from d3engine.depth import D3, DepthPolicy
@@ -117,6 +118,19 @@ def rest() -> None:
     time.sleep(0.05)
 
 
+def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, bar: tqdm[Any]) -> dict[str, Any]:
+    """One turn of each that counts for nothing, then the rounds: the summary of every figure, by system."""
+    figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
+    for number in range(repeats + 1):
+        for system, turn in turns.items():
+            rest()
+            found = turn()
+            for name, value in found.items() if number else ():
+                figures[system].setdefault(name, []).append(value)
+            bar.update()
+    return {system: {name: summary(values) for name, values in own.items()} for system, own in figures.items()}
+
+
 def decay_for(num_layers: int, num_tokens: int) -> D3:
     """The D3 setting whose mean depth over `num_tokens` is nearest to L / 1.5.
 
@@ -196,21 +210,29 @@ def _transformers_state(config: ModelConfig, weights: LlamaWeights) -> dict[str,
     return state
 
 
+def generated(model: Any, given: torch.Tensor, num_tokens: int, cache: Any, **options: Any) -> list[list[int]]:
+    """transformers' greedy tokens behind each of the prompts `given` [B, T], with its default attention."""
+    tokens = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        past_key_values=cache,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    found: list[list[int]] = tokens[:, given.shape[1] :].tolist()
+    return found
+
+
 def theirs(model: Any, prompts: list[list[int]], num_tokens: int) -> Generate:
-    """transformers' whole call: greedy `generate` with its default attention and its dynamic cache."""
+    """transformers' whole call: greedy `generate` with its dynamic cache."""
     from transformers import DynamicCache
 
     given = torch.tensor(prompts)
+    return lambda: Answers(generated(model, given, num_tokens, DynamicCache(config=model.config)), [])
 
-    def generate() -> Answers:
-        generated = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            past_key_values=DynamicCache(config=model.config),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return Answers(generated[:, given.shape[1] :].tolist(), [])
 
-    return generate
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """The first place at which two answers of the same length differ."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)

@@ -133,7 +133,7 @@ def test_loading(benchmark: BenchmarkFixture, tmp_path: Path, file: str) -> None
     files = list(directory.glob("*.safetensors"))
     if file != "safetensors":
         pytest.importorskip("gguf", reason="the extra gguf is not installed")
-        from benchmarks.llama_cpp import write_gguf
+        from benchmarks.gguf_writing import write_gguf
 
         config, model = ModelConfig.from_directory(directory), tmp_path / "demo.gguf"
         write_gguf(model, config, weights_of(directory, config), "8-bit", directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,18 +52,15 @@ class Decoding:
         self.update(self.plan())
 
 
+def one_age(policy: DepthPolicy, batch: int = 256, num_tokens: int = 512) -> Decoding:
+    decoding = Decoding(policy, batch, num_tokens)
+    decoding.join(batch)
+    decoding.step()
+    return decoding
+
+
 def one_sequence(policy: DepthPolicy) -> Decoding:
-    decoding = Decoding(policy, 1, num_tokens=1024)
-    decoding.join(1)
-    decoding.step()
-    return decoding
-
-
-def one_age(policy: DepthPolicy) -> Decoding:
-    decoding = Decoding(policy, 256, num_tokens=512)
-    decoding.join(256)
-    decoding.step()
-    return decoding
+    return one_age(policy, 1, num_tokens=1024)
 
 
 def many_ages(policy: DepthPolicy) -> Decoding:
@@ -89,22 +87,11 @@ def time_schedule(benchmark: BenchmarkFixture, decoding: Decoding, joining: int 
     benchmark.pedantic(schedule, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP)
 
 
-@pytest.mark.benchmark(group="schedule(), 1 sequence x 32 layers")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_schedule_one_sequence(benchmark: BenchmarkFixture, policy: str) -> None:
-    time_schedule(benchmark, one_sequence(POLICIES[policy]))
-
-
-@pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_schedule_one_age(benchmark: BenchmarkFixture, policy: str) -> None:
-    time_schedule(benchmark, one_age(POLICIES[policy]))
-
-
-@pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_schedule_many_ages(benchmark: BenchmarkFixture, policy: str) -> None:
-    time_schedule(benchmark, many_ages(POLICIES[policy]))
+@pytest.mark.parametrize("sequences", [one_sequence, one_age, many_ages])
+def test_schedule(benchmark: BenchmarkFixture, sequences: Callable[[DepthPolicy], Decoding], policy: str) -> None:
+    benchmark.group = f"schedule(), {1 if sequences is one_sequence else 256} sequences x 32 layers"
+    time_schedule(benchmark, sequences(POLICIES[policy]))
 
 
 @pytest.mark.benchmark(group="schedule(), 256 sequences x 32 layers")

@@ -1,6 +1,6 @@
 """What 4 and 8 bits cost a model: KL divergence, agreement and perplexity beside its floats, and bits per weight.
 
-The floats are a GGUF file's own, their channels shuffled (`gguf_copy.py`), and go to this project's schemes and to
+The floats are a GGUF file's own, their channels shuffled (`gguf_writing.py`), and go to this project's schemes and to
 llama.cpp's types. Texts are the model's own answers in chats, and pages of this documentation; int4 fits others.
 """
 
@@ -20,18 +20,9 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.gguf_copy import in_q4_0, quantized_by_llama_cpp, shuffled
-from benchmarks.judged_texts import (
-    RESAMPLES,
-    Text,
-    chat_texts,
-    compared,
-    figures,
-    figures_in_words,
-    page_texts,
-    read_prompt,
-)
-from benchmarks.report import Parser, interval, option, print_table, settings_of
+from benchmarks.gguf_writing import in_q4_0, quantized_by_llama_cpp, shuffled
+from benchmarks.judged_texts import RESAMPLES, Floats, Text, chat_texts, figures, figures_in_words, judged, page_texts
+from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 from d3engine.model.config import ModelConfig
 from d3engine.model.source import open_checkpoint
@@ -96,13 +87,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         engines = {form: stack.enter_context(Engine(path, **options)) for form, path in made.items()}
         texts = chat_texts(floats, settings.chats, settings.chat_tokens)
         texts += page_texts(floats, settings.pages, settings.page_tokens)
-        sums: dict[str, list[Any]] = {form: [] for form in engines}
-        own = []
-        for text in tqdm(texts, unit="text"):
-            reference = read_prompt(floats, text)
-            own.append(compared(text, reference, reference))
-            for form, engine in engines.items():
-                sums[form].append(compared(text, read_prompt(engine, text), reference))
+        own, sums = judged(texts, floats, engines)
     rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
     for form, found in sums.items():
         layers, whole = bits[form]
@@ -113,22 +98,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
 
 
-def _row(form: str, kind: str, sums: list[Any], own: list[Any], texts: Sequence[Text]) -> dict[str, Any]:
+def _row(form: str, kind: str, sums: Floats, own: Floats, texts: Sequence[Text]) -> dict[str, Any]:
     which = np.array([text.kind == kind for text in texts])
-    return {"weights": form, "texts": kind, **figures(np.array(sums), np.array(own), which)}
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The rows of a page's table: a form's bits, and KL divergence and perplexity on both kinds of text."""
-    lines = []
-    for form in dict.fromkeys(row["weights"] for row in report["rows"]):
-        rows = {row["texts"]: row for row in report["rows"] if row["weights"] == form}
-        bits = [f"{rows[KINDS[0]][name]:.2f}" for name in ("bits_of_layers", "bits_of_all") if form != "floats"]
-        cells = [form, ", ".join(bits) or "32"]
-        for kind in KINDS:
-            cells += [interval(rows[kind]["kl"], ".4f"), f"{rows[kind]['perplexity']:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return {"weights": form, "texts": kind, **figures(sums, own, which)}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -153,15 +125,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     print_table(console, columns, rows, title)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    parser = Parser("weight_forms", __doc__, arguments, Settings)
-    options = parser.given()
-    report = measure(settings_of(Settings, options))
-    parser.publish(report, show, width=150)
-    if options.json is not None:
-        print(markdown(report))
-    return 0
+main = main_of("weight_forms", __doc__, Settings, measure, show, width=150)
 
 
 if __name__ == "__main__":

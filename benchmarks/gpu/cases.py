@@ -217,22 +217,15 @@ def _products(shape: Shape, rows: int, draw: Draw, scheme: str) -> Iterator[Case
         product=("x", "weight"),
     )
     weight = draw.matrix(shape.vocabulary, hidden, scheme)
-    yield Case(
-        "lm_head" + suffix,
-        {"x": x, "norm": norm, "weight": weight},
-        lambda kernels, i, _: kernels.lm_head(i["x"], i["norm"], EPS, i["weight"]),
-        weight.nbytes + rows * (row + 4 * shape.vocabulary),
-        rotated="weight",
-        product=("x", "weight"),
-    )
-    yield Case(
-        "lm_head_argmax" + suffix,
-        {"x": x, "norm": norm, "weight": weight},
-        lambda kernels, i, _: kernels.lm_head_argmax(i["x"], i["norm"], EPS, i["weight"]),
-        weight.nbytes + rows * (row + 12),
-        rotated="weight",
-        product=("x", "weight"),
-    )
+    for name, bytes_a_row in (("lm_head", 4 * shape.vocabulary), ("lm_head_argmax", 12)):
+        yield Case(
+            name + suffix,
+            {"x": x, "norm": norm, "weight": weight},
+            lambda kernels, i, _, name=name: getattr(kernels, name)(i["x"], i["norm"], EPS, i["weight"]),  # type: ignore[misc]
+            weight.nbytes + rows * (row + bytes_a_row),
+            rotated="weight",
+            product=("x", "weight"),
+        )
     draws = _draws(rows, draw.current.device)
     yield Case(
         "lm_head_sample" + suffix,

@@ -197,7 +197,7 @@ def host_seconds(call: Call, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def device_seconds(calls: Sequence[Call], *, repeats: int = 15) -> float:
+def device_seconds(calls: Sequence[Call]) -> float:
     """Median seconds a call in a CUDA graph that runs `calls` in order, over and over; only on a GPU.
 
     At least 16 calls are captured, so that what starts a graph is spread thin. Raises what capturing raises.
@@ -216,8 +216,7 @@ def device_seconds(calls: Sequence[Call], *, repeats: int = 15) -> float:
             call()
     for _ in range(3):
         graph.replay()
-    start = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-    stop = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    start, stop = ([torch.cuda.Event(enable_timing=True) for _ in range(15)] for _ in range(2))
     for first, last in zip(start, stop, strict=True):
         first.record()
         graph.replay()

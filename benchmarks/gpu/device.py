@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import statistics
@@ -17,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.common import Round, eager_seconds
+from benchmarks.report import version_of
 from d3engine.engine.device import settle_programmatic_launch
 from d3engine.executor.graph_shapes import CudaGraphs, Repeats
 from d3engine.kernels.target import target_of
@@ -41,7 +41,7 @@ REHEARSED_PROGRAMS = 4
 def run(report: dict[str, Any], current: Round) -> None:
     """Fill in facts and ceilings; of two measurements of one rate the faster is the ceiling."""
     report["facts"] = facts(current)
-    report["versions"] = {name: _version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    report["versions"] = {name: version_of(name) for name in ("torch", "triton", "transformers", "numpy")}
     report["versions"] |= {"python": platform.python_version(), "cuda": torch.version.cuda}
     report["programmatic_launch"] = programmatic_launch(current)
     report["ceilings"] = ceilings(current)
@@ -158,10 +158,3 @@ def _twice(call: Any, amount: int, unit: str, current: Round) -> dict[str, Any]:
     seconds = [eager_seconds(call, current.device) for _ in range(2)]
     noise = abs(seconds[0] - seconds[1]) / min(seconds)
     return {"unit": unit, "amount": amount, "seconds": seconds, "rates": [amount / s for s in seconds], "noise": noise}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,12 @@ from benchmarks.gpu.models import (
     in_blocks,
     new_engine,
     params_for,
-    prompts_for,
     quantized,
     random_model,
     with_8_bit_cache,
 )
 from benchmarks.gpu.plain_llama import PlainLlama
+from benchmarks.systems import prompts_for
 from d3engine.depth import D3, DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 
@@ -171,7 +172,9 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
         for setting in settings:
             row: dict[str, Any] = {"batch": setting.batch, "context": setting.context, "tokens": setting.tokens}
             found["settings"].append(row)
-            if not measure_setting(row, engine, model, setting, current, lambda: current.keep(report)):
+            prompts = prompts_for(model.config, setting.batch, setting.context)
+            batch = Batch(engine, model, setting, prompts, current)
+            if not measure_setting(row, batch, lambda: current.keep(report)):
                 report["stopped"] = f"time: within {model.name} {model.scheme}, batch {setting.batch}"
                 return
         found["graphs"] = graph_figures(engine)
@@ -200,13 +203,11 @@ def check(engine: Engine, model: Model, current: Round) -> dict[str, Any]:
     return {"tokens": gaps.numel(), "tokens_that_differ": int((gaps > 0).sum()), "largest_gap": float(gaps.max())}
 
 
-def measure_setting(
-    row: dict[str, Any], engine: Engine, model: Model, setting: Setting, current: Round, keep: Callable[[], None]
-) -> bool:
+def measure_setting(row: dict[str, Any], batch: Batch, keep: Callable[[], None]) -> bool:
     """Fill in prompt pass, depths, line, schedules and mixture; False if the time was up before the end."""
-    prompts = prompts_for(model.config, setting.batch, setting.context)
+    model, setting, current = batch.model, batch.setting, batch.current
     row["depths"], row["schedules"] = [], []
-    row["prompt_s"] = prompt_seconds(engine, prompts, current)
+    row["prompt_s"] = batch.prompt_s
     policies: list[tuple[str, DepthPolicy]] = [
         *(("depths", fixed_depth(depth, model.config.num_layers)) for depth in setting.depths),
         *(("schedules", schedule) for schedule in setting.schedules),
@@ -214,12 +215,12 @@ def measure_setting(
     for kind, policy in policies:
         if current.left() < LEAST_S:
             return False
-        row[kind].append(measure_policy(engine, model, setting, prompts, policy, row["prompt_s"], current))
+        row[kind].append(batch.by_policy(policy))
         keep()
     if setting.mixed:
         if current.left() < LEAST_S:
             return False
-        row["mixed"] = measure_mixture(engine, model, setting, prompts, row, current)
+        row["mixed"] = batch.of_two_depths(row)
         keep()
     if not row["depths"]:
         return True
@@ -227,10 +228,10 @@ def measure_setting(
     if len(row["depths"]) > 2:
         row["fit"] = fit(row["depths"])
     if current.left() >= LEAST_S:  # once more, last: how far two measurements lie apart
-        again = measure_policy(engine, model, setting, prompts, FullDepth(), row["prompt_s"], current)
+        again = batch.by_policy(FullDepth())
         row["noise"] = abs(again["step_s"] / full["step_s"] - 1)
     for schedule in row["schedules"]:
-        schedule |= realisation(full, schedule, row["prompt_s"], setting.tokens)
+        schedule |= realisation(full, schedule)
     target = TARGETS.get((model.name, model.scheme, setting.batch, setting.context))
     if target is not None and setting.tokens == Setting.tokens:
         row["target"] = target
@@ -243,59 +244,79 @@ def fixed_depth(depth: int, num_layers: int) -> DepthPolicy:
     return FullDepth() if depth == num_layers else D3(alpha=1e-6, start=depth / num_layers)
 
 
-def measure_policy(
-    engine: Engine,
-    model: Model,
-    setting: Setting,
-    prompts: list[list[int]],
-    policy: DepthPolicy,
-    prompt_s: float,
-    current: Round,
-) -> dict[str, Any]:
-    """Median seconds of a decode step under one policy, and the bytes that it must move on average."""
-    seconds = _calls(engine, model, prompts, [policy] * setting.batch, setting.tokens, current)
-    expected = policy.schedule(model.config.num_layers).depths(setting.tokens).tolist()
-    steps = setting.tokens - 1
-    step_s = (statistics.median(seconds) - prompt_s) / steps
-    bytes_a_step = sum(step_bytes(model, setting.batch, setting.context + i, expected[i]) for i in range(1, steps + 1))
-    bytes_a_step /= steps
-    return {
-        "policy": policy.describe(),
-        "depth": expected[1] if len(set(expected[1:])) == 1 else None,
-        "mean_layers": statistics.fmean(expected[1:]),
-        "calls_s": seconds,
-        "step_s": step_s,
-        "tokens_per_s": setting.batch / step_s if step_s > 0 else None,
-        "bytes_a_step": bytes_a_step,
-        "share_of_copy": current.share(bytes_a_step, step_s) if step_s > 0 else None,
-    }
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of one setting, and the engine that answers them."""
 
+    engine: Engine
+    model: Model
+    setting: Setting
+    prompts: list[list[int]]
+    current: Round
 
-def measure_mixture(
-    engine: Engine,
-    model: Model,
-    setting: Setting,
-    prompts: list[list[int]],
-    row: dict[str, Any],
-    current: Round,
-) -> dict[str, Any]:
-    """A batch whose first half runs the setting's first depth and whose other half the last, held to its promise.
+    @cached_property
+    def prompt_s(self) -> float:
+        """Median seconds of a call for one token of each prompt."""
+        params = [params_for(FullDepth(), 1)] * len(self.prompts)
+        return statistics.median(self._seconds(lambda: self.engine.generate(self.prompts, params, use_tqdm=False)))
 
-    `row` has the uniform batches of all rows. Those of the first half alone are measured here.
-    """
-    num_layers, half = model.config.num_layers, (setting.batch + 1) // 2
-    policies = [fixed_depth(depth, num_layers) for depth in (setting.depths[0], setting.depths[-1])]
-    of_rows = [policies[0]] * half + [policies[1]] * (setting.batch - half)
-    seconds = _calls(engine, model, prompts, of_rows, setting.tokens, current)
-    found = {"rows": [half, setting.batch - half], "depths": [setting.depths[0], setting.depths[-1]]}
-    alone, prompt_s = replace(setting, batch=half), prompt_seconds(engine, prompts[:half], current)
-    halves = [measure_policy(engine, model, alone, prompts[:half], policy, prompt_s, current) for policy in policies]
-    steps = {
-        "step_s": (statistics.median(seconds) - row["prompt_s"]) / (setting.tokens - 1),
-        "uniform_s": [row["depths"][0]["step_s"], row["depths"][-1]["step_s"]],
-        "half_s": [one["step_s"] for one in halves],
-    }
-    return found | {"calls_s": seconds} | steps | mixture(**steps)
+    def calls(self, policies: Sequence[DepthPolicy]) -> list[float]:
+        """Seconds of each of some whole calls, a policy a prompt; raises if a row ran other layers than it says."""
+        tokens, num_layers = self.setting.tokens, self.model.config.num_layers
+        params = [params_for(policy, tokens) for policy in policies]
+        expected = [policy.schedule(num_layers).depths(tokens).tolist() for policy in policies]
+        depths: list[list[int]] = []
+
+        def call() -> None:
+            outputs = self.engine.generate(self.prompts, params, use_tqdm=False)
+            depths[:] = [output.outputs[0].depths for output in outputs]
+
+        seconds = self._seconds(call)
+        if depths != expected:
+            raise RuntimeError(f"{policies} were to run {expected} layers per token and ran {depths}")
+        return seconds
+
+    def _seconds(self, call: Callable[[], object]) -> list[float]:
+        """Of each of some calls after one that compiles and captures."""
+        call()
+        return [host_seconds(call, self.current.device) for _ in range(REPEATS)]
+
+    def by_policy(self, policy: DepthPolicy) -> dict[str, Any]:
+        """Median seconds of a decode step under one policy, and the bytes that it must move on average."""
+        model, setting = self.model, self.setting
+        seconds = self.calls([policy] * setting.batch)
+        expected = policy.schedule(model.config.num_layers).depths(setting.tokens).tolist()
+        places = range(1, setting.tokens)
+        step_s = (statistics.median(seconds) - self.prompt_s) / len(places)
+        moved = sum(step_bytes(model, setting.batch, setting.context + i, expected[i]) for i in places) / len(places)
+        return {
+            "policy": policy.describe(),
+            "depth": expected[1] if len(set(expected[1:])) == 1 else None,
+            "mean_layers": statistics.fmean(expected[1:]),
+            "calls_s": seconds,
+            "step_s": step_s,
+            "tokens_per_s": setting.batch / step_s if step_s > 0 else None,
+            "bytes_a_step": moved,
+            "share_of_copy": self.current.share(moved, step_s) if step_s > 0 else None,
+        }
+
+    def of_two_depths(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The first half at the setting's first depth and the other at the last, held to its promise.
+
+        `row` has the uniform batches of all rows. Those of the first half alone are measured here.
+        """
+        setting, half = self.setting, (self.setting.batch + 1) // 2
+        depths = [setting.depths[0], setting.depths[-1]]
+        policies = [fixed_depth(depth, self.model.config.num_layers) for depth in depths]
+        seconds = self.calls([policies[0]] * half + [policies[1]] * (setting.batch - half))
+        alone = replace(self, setting=replace(setting, batch=half), prompts=self.prompts[:half])
+        steps = {
+            "step_s": (statistics.median(seconds) - self.prompt_s) / (setting.tokens - 1),
+            "uniform_s": [row["depths"][0]["step_s"], row["depths"][-1]["step_s"]],
+            "half_s": [alone.by_policy(policy)["step_s"] for policy in policies],
+        }
+        found = {"rows": [half, setting.batch - half], "depths": depths, "calls_s": seconds}
+        return found | steps | mixture(**steps)
 
 
 def mixture(step_s: float, uniform_s: Sequence[float], half_s: Sequence[float]) -> dict[str, Any]:
@@ -319,41 +340,6 @@ def step_bytes(model: Model, batch: int, entries: int, depth: int) -> float:
     return depth * (model.layer_bytes + batch * model.entry_bytes * entries) + model.head_bytes
 
 
-def prompt_seconds(engine: Engine, prompts: list[list[int]], current: Round) -> float:
-    """Median seconds of a call for one token of each prompt."""
-    params = [params_for(FullDepth(), 1)] * len(prompts)
-    return statistics.median(_seconds(lambda: engine.generate(prompts, params, use_tqdm=False), current))
-
-
-def _calls(
-    engine: Engine,
-    model: Model,
-    prompts: list[list[int]],
-    policies: Sequence[DepthPolicy],
-    tokens: int,
-    current: Round,
-) -> list[float]:
-    """Seconds of each of some whole calls, a policy for each prompt; raises if a row ran other layers than it says."""
-    params = [params_for(policy, tokens) for policy in policies]
-    expected = [policy.schedule(model.config.num_layers).depths(tokens).tolist() for policy in policies]
-    depths: list[list[int]] = []
-
-    def call() -> None:
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        depths[:] = [output.outputs[0].depths for output in outputs]
-
-    seconds = _seconds(call, current)
-    if depths != expected:
-        raise RuntimeError(f"{policies} were to run {expected} layers per token and ran {depths}")
-    return seconds
-
-
-def _seconds(call: Callable[[], object], current: Round) -> list[float]:
-    """Of each of some calls after one that compiles and captures."""
-    call()
-    return [host_seconds(call, current.device) for _ in range(REPEATS)]
-
-
 def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The line through (depth, step), and by how much the slowest point lies above it, as a part of it."""
     depths = np.array([row["depth"] for row in rows], dtype=float)
@@ -368,7 +354,7 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def realisation(full: dict[str, Any], run: dict[str, Any], prompt_s: float, tokens: int) -> dict[str, Any]:
+def realisation(full: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Speed-up of the decode steps over full depth, what the bytes allow, and the one over the other.
 
     The prompt pass, which is the same for both, is left out of them; `call_speedup` is that of the whole call.

@@ -1,35 +1,52 @@
-"""What `benchmarks.gpu_model` has found, as a table and as a picture; both say that it is a model."""
+"""What `benchmarks.gpu_model` has found, as a table and as a picture, beside what others have measured."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.gpu.published import PUBLISHED, published_shares
+from benchmarks.report import print_table
+
+PUBLISHED = {
+    "bf16": (
+        (0.78, "Llama-1B on an H100, one kernel for all layers (Hazy Research, megakernel)"),
+        (0.75, "Llama-3-8B on an H100, 6.4 ms a step (SGLang, torch.compile)"),
+        (0.65, "Llama-3-8B on an H100, 7.4 ms a step (SGLang, CUDA graphs)"),
+        (0.82, "Llama-2-7B on an A100, 105 tokens/s (gpt-fast)"),
+        (0.57, "Llama-3-8B on an H100, 127 tokens/s (torchao)"),
+    ),
+    "int8": ((0.45, "Llama-3-8B on an H100, 199 tokens/s (torchao)"),),
+    "int4": ((0.30, "Llama-3-8B on an H100, 241 tokens/s (torchao)"),),
+}
+"""What others have measured at batch 1: shares of the bandwidth that the maker names, by the bytes of the weights."""
+
+
+def published_shares(weights: str, batch: int) -> tuple[float, float] | None:
+    """The lowest and the highest share of others; None where no figure is known."""
+    shares = [share for share, _ in PUBLISHED.get(weights, ())]
+    return (min(shares), max(shares)) if shares and batch == 1 else None
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """The table; its title says that it is a model."""
-    rows = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
-    words = f"{{shape}}, {{weights}}, {rows}".format(**report) + (", sampled" if report["is_sampled"] else "")
+    what = "a prompt of {batch}" if report["is_prompt"] else "batch {batch}, context {context}"
+    words = f"{{shape}}, {{weights}}, {what}".format(**report) + (", sampled" if report["is_sampled"] else "")
     words += ", batch-invariant" if report["batch_invariant"] else ""
-    table = Table(title=f"By a model, not measured, an upper bound: {words}", title_justify="left")
+    title = f"By a model, not measured, an upper bound: {words}"
     others = published_shares(report["weights"], 0 if report["is_prompt"] else report["batch"])
     beside = "none known" if others is None else " to ".join(f"{share:.2f}" for share in dict.fromkeys(others))
-    for name in ("device", "layers", "ms a step", "tokens/s", "of the bandwidth", "others, measured", "bound by"):
-        table.add_column(name, justify="left" if name in ("device", "bound by") else "right")
-    for row in report["rows"]:
-        time = f"{row['step_us'] / 1000:.2f}"
-        share = f"{row['share_of_bandwidth']:.2f}"
-        table.add_row(
-            row["device"], str(row["layers"]), time, f"{row['tokens_per_second']:.0f}", share, beside, row["bound_by"]
+    columns = ("device", "layers", "ms a step", "tokens/s", "of the bandwidth", "others, measured", "bound by")
+    rows = [
+        (
+            *(row["device"], str(row["layers"]), f"{row['step_us'] / 1000:.2f}", f"{row['tokens_per_second']:.0f}"),
+            *(f"{row['share_of_bandwidth']:.2f}", beside, row["bound_by"]),
         )
-    console.print(table)
+        for row in report["rows"]
+    ]
+    print_table(console, columns, rows, title, left=("device", "bound by"))
     if others is not None:
-        known = [one for one in PUBLISHED if one.weights == report["weights"]]
-        lines = (f"{one.share:.2f}: {one.figure} ({one.source})" for one in known)
+        lines = (f"{share:.2f}: {figure}" for share, figure in PUBLISHED[report["weights"]])
         console.print("Others, of the bandwidth that the maker names:", *lines, sep="\n  ")
     if report["is_sampled"]:
         times = {row["device"]: row["sampling_us"] for row in report["rows"]}

@@ -163,13 +163,6 @@ def graph_figures(engine: Engine) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in GRAPH_FIGURES}
 
 
-def prompts_for(config: ModelConfig, batch: int, length: int) -> list[list[int]]:
-    """Random prompts, the same in every run."""
-    generator = torch.Generator().manual_seed(1)
-    drawn: list[list[int]] = torch.randint(3, config.vocab_size, (batch, length), generator=generator).tolist()
-    return drawn
-
-
 def params_for(depth: DepthPolicy, num_tokens: int) -> SamplingParams:
     """Greedy, to exactly a given number of tokens."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, depth=depth)

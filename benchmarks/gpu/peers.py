@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu.common import Round, host_seconds, time_limit
 from benchmarks.gpu.end_to_end import BBH
-from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, prompts_for, random_model
+from benchmarks.gpu.models import Model, graph_figures, new_engine, params_for, random_model
 from benchmarks.gpu.plain_llama import PlainLlama, compiled
-from benchmarks.systems import transformers_model
+from benchmarks.systems import first_difference, generated, prompts_for, transformers_model
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.engine.engine import Engine
 
@@ -87,10 +87,7 @@ def with_dynamic_cache(peer: Any, given: torch.Tensor) -> Answer:
     """transformers' greedy `generate` as it is by default."""
     from transformers import DynamicCache
 
-    def answer(count: int) -> list[list[int]]:
-        return _generate(peer, given, count, past_key_values=DynamicCache(config=peer.config))
-
-    return answer
+    return lambda count: generated(peer, given, count, DynamicCache(config=peer.config))
 
 
 def with_static_cache(peer: Any, given: torch.Tensor, length: int) -> Answer:
@@ -103,22 +100,9 @@ def with_static_cache(peer: Any, given: torch.Tensor, length: int) -> Answer:
     def answer(count: int) -> list[list[int]]:
         if any(layer.is_initialized for layer in cache.layers):
             cache.reset()
-        return _generate(peer, given, count, past_key_values=cache, **options)
+        return generated(peer, given, count, cache, **options)
 
     return answer
-
-
-def _generate(peer: Any, given: torch.Tensor, count: int, **options: Any) -> list[list[int]]:
-    out = peer.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
-    tokens: list[list[int]] = out[:, given.shape[1] :].tolist()
-    return tokens
 
 
 def plain(model: Model, given: torch.Tensor, length: int, current: Round) -> Answer:
@@ -181,12 +165,8 @@ def evaluate(row: dict[str, Any], name: str, given: dict[str, list[list[int]]], 
     if engine.get("call_s"):
         pairs = zip(found["call_s"], engine["call_s"], strict=False)
         found["engine_is_faster_by"] = statistics.median(theirs / ours for theirs, ours in pairs)
-        same = [a == b for a, b in zip(given[name], given[ENGINE], strict=True)]
-        found["rows_with_equal_tokens"] = sum(same)
-        places = [
-            next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-            for one, other in zip(given[name], given[ENGINE], strict=True)
-        ]
+        places = [first_difference(*pair) for pair in zip(given[name], given[ENGINE], strict=True)]
+        found["rows_with_equal_tokens"] = places.count(None)
         found["first_differences"] = places
 
 

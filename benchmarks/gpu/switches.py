@@ -30,7 +30,6 @@ KIB_IN_FLIGHT = (8, 16, 32, 64)
 LAUNCHED_LAYERS = 100
 """Layers that have fewer kernels than a stream holds before the host must wait."""
 LAUNCHED_ROWS = 32
-PROCESSORS = 132  # where there is no device to ask
 FP8_ROWS_ERROR = 0.08
 """Of a product of normal numbers whose rows are rounded to 8-bit floats: 0.026, and twice that in the interpreter,
 which rounds the largest of a row down."""
@@ -325,26 +324,22 @@ def _splits(name: str, shape: Shape, lengths: list[int], current: Round) -> Ques
     variants: dict[str, Settings] = {"today": ()}
     for entries in (64, 256, 512, 2**20) if current.on_gpu else (256,):  # the last: no row is split
         variants[f"{entries} entries a split"] = (("paged_attention", "SPLIT", entries),)
-    tune = import_module("d3engine.kernels.triton.paged_attention").tune_single_rows
     for programs in (2, 3, 4) if current.on_gpu else ():
-
-        def tuned(*given: Any, programs: int = programs) -> Any:
-            return replace(tune(*given), programs=programs)
-
-        variants[f"{programs} programs a processor"] = (("paged_attention", "tune_single_rows", tuned),)
+        variants[f"{programs} programs a processor"] = _tuned(programs=programs)
     return Question(f"attention, {name}: splits", shape, _attention(shape, lengths, current), variants)
 
 
 def _stages(name: str, shape: Shape, lengths: list[int], current: Round) -> Question:
-    tune = import_module("d3engine.kernels.triton.paged_attention").tune_single_rows
     variants: dict[str, Settings] = {"today": ()}
     for stages in (1, 2, 3, 4, 5) if current.on_gpu else (2,):
-
-        def tuned(*given: Any, stages: int = stages) -> Any:
-            return replace(tune(*given), num_stages=stages)
-
-        variants[f"{stages} stages"] = (("paged_attention", "tune_single_rows", tuned),)
+        variants[f"{stages} stages"] = _tuned(num_stages=stages)
     return Question(f"attention, {name}: pipelining", shape, _attention(shape, lengths, current), variants)
+
+
+def _tuned(**changes: int) -> Settings:
+    """Attention with the tile of today but for some of its fields."""
+    tune = import_module("d3engine.kernels.triton.paged_attention").tune_single_rows
+    return (("paged_attention", "tune_single_rows", lambda *given: replace(tune(*given), **changes)),)
 
 
 def _borders(shape: Shape, rows: int, scheme: str, current: Round) -> Iterator[Question]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from d3engine.depth.policy import policy_from_directory
@@ -35,16 +35,6 @@ def prompt(nth: int) -> str:
 
 
 @dataclass(frozen=True)
-class Asking:
-    """Whom to ask, under which name of the model, for how many tokens at which depth."""
-
-    url: str
-    model: str
-    tokens: int
-    depth: str = "full"
-
-
-@dataclass(frozen=True)
 class Answered:
     """One request: when it was sent, when pieces of its answer came, and how many tokens these were in all."""
 
@@ -64,22 +54,13 @@ class Answered:
 
 
 @dataclass
-class _Numbers:
-    """Gives every prompt a number of its own, through all rounds."""
-
-    next: int = 0
-
-    def take(self) -> int:
-        self.next += 1
-        return self.next - 1
-
-
-@dataclass
 class Client:
-    """Asks one server; its prompts are never the same twice."""
+    """Asks one server, by its name of the model, for a number of tokens; its prompts are never the same twice."""
 
-    asking: Asking
-    _numbers: _Numbers = field(default_factory=_Numbers)
+    url: str
+    model: str
+    tokens: int
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def streams(self, count: int, seconds: float, depth: str) -> list[Answered]:
         """A number of streams, each of which sends its next request when the last one is answered, for `seconds`."""
@@ -112,11 +93,10 @@ class Client:
             return list(await asyncio.gather(*tasks))
 
     async def _ask(self, session: Any, depth: str) -> Answered:
-        asking = self.asking
         body = {
-            "model": asking.model,
-            "prompt": prompt(self._numbers.take()),
-            "max_tokens": asking.tokens,
+            "model": self.model,
+            "prompt": prompt(next(self._numbers)),
+            "max_tokens": self.tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -124,7 +104,7 @@ class Client:
             "depth": DEPTHS[depth],
         }
         sent, came, tokens = time.perf_counter(), [], 0
-        async with await _posted(session, f"{asking.url}/v1/completions", body) as response:
+        async with await _posted(session, f"{self.url}/v1/completions", body) as response:
             if response.status != 200:
                 raise SystemExit(f"the server answered {response.status}: {await response.text()}")
             async for line in response.content:
@@ -187,7 +167,7 @@ def figures(answered: Sequence[Answered]) -> dict[str, float]:
     seconds = max(one.last for one in answered) - min(one.sent for one in answered)
     waits = [one.first - one.sent for one in answered]
     whole = [one.last - one.sent for one in answered]
-    gaps = [after - before for one in answered for before, after in pairwise(one.came)] or [0.0]
+    gaps = [after - before for one in answered for before, after in itertools.pairwise(one.came)] or [0.0]
     paces = [(one.last - one.first) / max(1, one.tokens - 1) for one in answered]
     return {
         "tokens": float(sum(one.tokens for one in answered)),

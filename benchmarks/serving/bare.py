@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 LOCKSTEP, LOOP, ASYNC, ALONE = "lockstep generate", "engine, closed loop", "AsyncEngine, closed loop", "engine alone"
 """The ways, by the names of their rows."""
@@ -98,16 +98,6 @@ async def by_tasks(engine: Any, load: Load) -> None:
     await asyncio.gather(*(stream() for _ in range(load.streams)))
 
 
-class Runs(Protocol):
-    """An engine that answers loads in one of the ways."""
-
-    def run(self, load: Load) -> None:
-        """Answer all of a load, and count."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 class Steps:
     """An engine whose owner steps it."""
 
@@ -168,7 +158,7 @@ def main() -> None:
         _answer(runs, given["tokens"], kind)
 
 
-def _answer(runs: Runs, tokens: int, kind: Any) -> None:
+def _answer(runs: Steps | Tasks, tokens: int, kind: Any) -> None:
     """A line for each that comes."""
     from benchmarks.serving.asking import DEPTHS, prompt
     from d3engine import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.report import interval_of_median, option, summary
-from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, poisson
+from benchmarks.serving.asking import DEPTHS, Answered, Client, bursts, figures, poisson
 from benchmarks.serving.bare import ALONE, LOCKSTEP, WAYS
 from benchmarks.serving.processes import Bare, Place, Server, d3engine_server, llama_server, recorded_server
 
@@ -94,7 +94,7 @@ class Measured:
     @classmethod
     def of(cls, name: str, server: Server, tokens: int) -> Measured:
         """A separate client, which asks for a given number of tokens."""
-        return cls(name, server, Client(Asking(server.url, server.model_name(), tokens)))
+        return cls(name, server, Client(server.url, server.model_name(), tokens))
 
     def streams(self, count: int, seconds: float, depth: str) -> dict[str, float]:
         """The figures of several streams, the server's processor time per token among them."""
@@ -246,14 +246,14 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
     """A GGUF file of the model's weights in the type in which d3engine holds them."""
     import torch
 
-    from benchmarks.llama_cpp import write_gguf
+    from benchmarks.gguf_writing import write_gguf
     from benchmarks.systems import weights_of
     from d3engine.engine.model_directory import model_directory
     from d3engine.model.config import ModelConfig
 
     directory = model_directory(model)
     config = ModelConfig.from_directory(directory)
-    held = _held(directory, config) if weight_dtype == "auto" else weight_dtype
+    held = _held(directory) if weight_dtype == "auto" else weight_dtype
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "weights.gguf"
         kind = {"float32": "f32", "bfloat16": "16-bit"}[held]
@@ -262,7 +262,7 @@ def weights_for_peer(model: str, weight_dtype: str) -> Iterator[Path | None]:
         yield file
 
 
-def _held(directory: Path, config: Any) -> str:
+def _held(directory: Path) -> str:
     """The type of weights that "auto" comes to."""
     from d3engine import Engine
 

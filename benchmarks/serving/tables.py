@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 TIMES = {"first token": "first_token", "between tokens": "between_tokens", "whole answer": "whole"}
+RATIOS = {
+    "of_engine": "of the engine alone",
+    "of_lockstep": "of lockstep",
+    "over_peer": "over llama.cpp",
+    "over_full": "over full depth",
+    "over_immediate": "over immediate admission",
+    "over_thread": "over a thread",
+}
 TITLES = (
     *("server", "depth", "tokens/s", "CPU µs per token", "tokens a step"),
     *(f"{name}, ms: p50 / p99" for name in TIMES),
-    *(
-        "of the engine alone",
-        "of lockstep",
-        "over llama.cpp",
-        "over full depth",
-        "over immediate admission",
-        "over a thread",
-    ),
+    *RATIOS.values(),
 )
 
 
@@ -47,21 +49,17 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _tables(report: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    found = []
+def _tables(report: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     for model in report["models"]:
-        name = model["model"]
-        if model["streams"]:
-            rows = [(str(row["streams"]), *_cells(row)) for row in model["streams"]]
-            found.append((f"{name}, streams", ("streams", *TITLES), rows))
-        if model["arrivals"]:
-            rate = model["arrivals"][0]["requests_per_second"]
-            rows = [(row["pattern"], *_cells(row)) for row in model["arrivals"]]
-            found.append((f"{name}, {rate:.3g} requests a second", ("arrivals", *TITLES), rows))
-        if model.get("vllm_client"):
-            rows = [(str(row["streams"]), *_cells(row)) for row in model["vllm_client"]]
-            found.append((f"{name}, by vllm bench serve", ("streams", *TITLES), rows))
-    return found
+        rate = model["arrivals"][0]["requests_per_second"] if model["arrivals"] else 0.0
+        for part, column, field, title in (
+            ("streams", "streams", "streams", "streams"),
+            ("arrivals", "arrivals", "pattern", f"{rate:.3g} requests a second"),
+            ("vllm_client", "streams", "streams", "by vllm bench serve"),
+        ):
+            if found := model.get(part):
+                rows = [(str(row[field]), *_cells(row)) for row in found]
+                yield f"{model['model']}, {title}", (column, *TITLES), rows
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -73,10 +71,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['cpu_per_token']['median'] * 1e6:.0f}" if "cpu_per_token" in row else "-",
         f"{row['tokens_per_step']['median']:.1f}" if "tokens_per_step" in row else "-",
         *(f"{p50} / {p99}" for p50, p99 in times),
-        *(
-            _ratio(row, name)
-            for name in ("of_engine", "of_lockstep", "over_peer", "over_full", "over_immediate", "over_thread")
-        ),
+        *(_ratio(row, name) for name in RATIOS),
     )
 
 

@@ -1,7 +1,6 @@
 """The benchmarks run, and their figures follow from each other; no time is judged here."""
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmark_reports import report_of
 from transformers import LlamaForCausalLM
 
 from benchmarks import admission, decode, lossless, policies, systems
@@ -22,21 +22,10 @@ from d3engine.request.admission import Immediate
 TINY = systems.Settings(model="tiny", tokens=8, batch=2, repeats=3, threads=1)
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("decode") / "decode.json"
     options = ["--model=tiny", "--tokens=8", "--batch=2", "--repeats=3", "--threads=1", "--no-memory"]
-    assert decode.main([*options, f"--json={file}"]) == 0
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+    return report_of(decode.main, tmp_path_factory.mktemp("decode"), *options)
 
 
 def test_decode_generates_the_tokens_of_transformers(decoded: dict[str, Any]) -> None:
@@ -114,11 +103,10 @@ def test_memory_is_measured_for_each_system(system: str) -> None:
 
 
 def test_admission_saves_as_its_cells_say(tmp_path: Path) -> None:
-    files = [f"--json={tmp_path / 'admission.json'}", f"--plot={tmp_path / 'admission.png'}"]
+    picture = tmp_path / "admission.png"
     sizes = ["--batches", "4", "16", "--waves", "8", "--steps", "450", "--warm-up", "200"]
-    assert admission.main([*sizes, *files]) == 0
-    assert (tmp_path / "admission.png").stat().st_size > 0
-    report = json.loads((tmp_path / "admission.json").read_text())
+    report = report_of(admission.main, tmp_path, *sizes, f"--plot={picture}")
+    assert picture.stat().st_size > 0
     cells = {(cell["batch"], cell["admit_every"]): cell for cell in report["cells"]}
     assert sorted(cells) == [(4, 1), (4, 8), (16, 1), (16, 8)]
     depths = D3(0.9, 0.6).schedule(32).depths(256)
@@ -164,8 +152,7 @@ def test_lossless_benchmark_compares_equal_answers_and_promise(tmp_path: Path) -
 
 def test_what_is_accepted_is_counted_without_a_clock(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     some = ["--model=demo", "--without", "8", "8", "--lengths", "2", "--prompts=1", "--tokens=8"]
-    assert lossless.main([*some, "--repeats=0", f"--json={tmp_path / 'counts.json'}"]) == 0
-    report = json.loads((tmp_path / "counts.json").read_text())
+    report = report_of(lossless.main, tmp_path, *some, "--repeats=0")
     (cell,) = report["cells"]
     assert cell["title"] == "without layer 8"
     assert cell["tokens_per_verification"] == 1 + cell["accepted_over_drafted"] * cell["mean_draft_length"]
@@ -198,13 +185,11 @@ def test_a_lone_answer_saves_what_its_schedule_saves() -> None:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("policies") / "policies.json"
     sizes = {"problems": 3, "timed": 2, "calibration": 2, "repeats": 1, "batch": 3, "max-tokens": 24, "threads": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "BISECTIONS", 2)
-        assert policies.main([*(f"--{name}={size}" for name, size in sizes.items()), f"--json={file}"]) == 0
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+        arguments = [f"--{name}={size}" for name, size in sizes.items()]
+        return report_of(policies.main, tmp_path_factory.mktemp("policies"), *arguments)
 
 
 def test_policies_are_compared_at_one_depth(compared: dict[str, Any]) -> None:
@@ -241,14 +226,6 @@ def test_drafting_systems_answer_as_full_depth_with_acceptance(compared: dict[st
     assert mine > resumed > 16
     assert second >= 16
     assert rows[DRAFTING[2]]["policy"]["draft_model"] == "the lowest 11 layers of demo"
-
-
-def test_the_table_of_policies_is_printed_as_the_page_has_it(compared: dict[str, Any]) -> None:
-    lines = policies.markdown(compared).splitlines()
-    assert len(lines) == 2 + len(policies.SYSTEMS)
-    assert {line.count("|") for line in lines} == {len(policies.COLUMNS) + 1}
-    page = (Path(__file__).parents[2] / "docs" / "explanation" / "method.md").read_text()
-    assert lines[0] in page.splitlines()
 
 
 def test_the_lowest_layers_of_a_model_are_a_model_of_its_own(tmp_path: Path) -> None:

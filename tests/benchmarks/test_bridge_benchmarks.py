@@ -1,13 +1,11 @@
 """The benchmarks of bridges run, and their figures follow from each other; no time is judged here."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from benchmark_reports import report_of
 
-from benchmarks import bridge_cost, bridge_texts, draft_frontier, lossless
+from benchmarks import bridge_cost, draft_frontier, lossless
 from d3engine.depth import D3
 from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import write_bridges
@@ -15,20 +13,10 @@ from d3engine.model.config import ModelConfig
 from d3engine.research.evaluation.accuracy import shape_of
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    """A benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("rank", [None, 16])
 def test_the_cost_of_bridges_is_counted_in_flops(rank: int | None, tmp_path: Path) -> None:
-    file = tmp_path / "cost.json"
-    asked = ["--model=demo", "--alpha=0.8", "--start=0.5", "--tokens=9", "--repeats=1", f"--json={file}"]
-    assert bridge_cost.main(asked + ([] if rank is None else [f"--rank={rank}"])) == 0
-    report = json.loads(file.read_text())
+    asked = ["--model=demo", "--alpha=0.8", "--start=0.5", "--tokens=9", "--repeats=1"]
+    report = report_of(bridge_cost.main, tmp_path, *asked, *([] if rank is None else [f"--rank={rank}"]))
     full, bare, bridged = (report["systems"][name] for name in ("full depth", "skipped", "bridged"))
     config = ModelConfig.from_directory(model_directory("demo"))
     shape, later = shape_of(config), D3(0.8, 0.5).schedule(config.num_layers).depths(9)[1:]
@@ -45,56 +33,35 @@ def test_the_cost_of_bridges_is_counted_in_flops(rank: int | None, tmp_path: Pat
     assert report["bridge_bytes"] > 0
 
 
-def test_a_cycle_of_drafts_is_worth_what_its_formula_says() -> None:
-    assert draft_frontier.speedup(0.75, 0.8, 1) == pytest.approx(1.75 / 1.8)
-    assert draft_frontier.speedup(1.0, 0.5, 4) == pytest.approx(5 / 3)
+def test_the_needed_acceptance_reaches_its_goal() -> None:
     for share, goal in ((0.2, 1.0), (0.5, 1.25), (0.5, 1.0)):
         wanted = draft_frontier.needed(share, goal)
         length = draft_frontier.best_length(wanted, share)
-        assert draft_frontier.speedup(wanted, share, length) == pytest.approx(goal)
+        assert lossless.modelled_speedup(wanted, share, length) == pytest.approx(goal)
     assert draft_frontier.needed(0.95, 1.25) > 1
 
 
 def test_drafts_with_and_without_bridges_are_in_one_plot(tmp_path: Path) -> None:
     """Drafts with and without bridges are points of one plot."""
     directory, bare = model_directory("demo"), D3(0.5, 0.5)
-    file, picture, bridges = (tmp_path / name for name in ("f.json", "f.png", "b.safetensors"))
+    picture, bridges = (tmp_path / name for name in ("f.png", "b.safetensors"))
     config = ModelConfig.from_directory(directory)
     write_bridges(bridge_cost.random_bridges(directory, config, bare, None), bridges)
     some = ["--model=demo", "--draft", "0.5", "0.5", "--lengths", "2", "--prompts=2", f"--bridges={bridges}"]
-    assert draft_frontier.main([*some, "--tokens=16", f"--json={file}", f"--plot={picture}"]) == 0
-    skipped, bridged = json.loads(file.read_text())["points"]
+    report = report_of(draft_frontier.main, tmp_path, *some, "--tokens=16", f"--plot={picture}")
+    skipped, bridged = report["points"]
     assert [skipped["bridged"], bridged["bridged"]] == [False, True]
     assert 0 < skipped["share"] < bridged["share"] < 1
     for point in (skipped, bridged):
         assert point["drafted"] >= point["accepted"]
         assert 0 <= point["acceptance"] <= 1
-        speedup = draft_frontier.speedup(point["acceptance"], point["share"], point["best_length"])
+        speedup = lossless.modelled_speedup(point["acceptance"], point["share"], point["best_length"])
         assert point["at_best_length"] == pytest.approx(speedup)
     assert picture.stat().st_size > 1000
     asked = tmp_path / "chat.txt"
     asked.write_text("What is 2 plus 3?\n\nWho are you?\n")
-    assert draft_frontier.main([*some[:4], "--lengths", "1", "--tokens=8", f"--chat={asked}", f"--json={file}"]) == 0
-    assert json.loads(file.read_text())["settings"]["chat"] == str(asked)
+    report = report_of(draft_frontier.main, tmp_path, *some[:4], "--lengths", "1", "--tokens=8", f"--chat={asked}")
+    assert report["settings"]["chat"] == str(asked)
     times = [*some[:2], "0.5", "0.5", "--lengths", "2", "--prompts=1", "--tokens=12", "--repeats=1"]
-    assert lossless.main([*times, f"--bridges={bridges}", f"--json={file}"]) == 0
-    assert json.loads(file.read_text())["settings"]["bridges"] == str(bridges)
-
-
-def test_bridges_of_each_amount_and_rank_meet_each_kind_of_text(tmp_path: Path) -> None:
-    """Bridges of every amount and rank are judged on every kind of text."""
-    files = [str(tmp_path / f"{thing}.jsonl") for thing in ("pens", "cups")]
-    for file, count in zip(files, (6, 1), strict=True):
-        thing = Path(file).stem
-        lines = [{"text": f"Tom has {n} {thing}. Tom finds {n + 2}. Then {n} more arrive. " * 3} for n in range(count)]
-        Path(file).write_text("\n".join(map(json.dumps, lines)))
-    asked = ["--model=demo", "--dtype=float32", "--window=3:6", "--held-out-texts=1", f"--text={files[0]}"]
-    asked += [f"--held-out={file}" for file in files]
-    assert bridge_texts.main([*asked, "--positions", "60", "999", "--rank", "8", f"--json={tmp_path / 'report'}"]) == 0
-    rows = json.loads((tmp_path / "report").read_text())["rows"]
-    assert [(row["held_out"], row["rank"]) for row in rows] == [
-        (kind, rank) for rank in (None, None, 8) for kind in ("pens", "cups")
-    ]
-    amounts = [row["positions"] for row in rows]
-    assert 60 <= amounts[0] == amounts[1] < amounts[2] == amounts[5]
-    assert len({row["kl"] for row in rows}) == len(rows)
+    report = report_of(lossless.main, tmp_path, *times, f"--bridges={bridges}")
+    assert report["settings"]["bridges"] == str(bridges)

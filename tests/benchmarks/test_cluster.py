@@ -3,9 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmark_reports import report_of
 
 from benchmarks import cluster
 from d3engine.integrations.proxy import LeastLoaded, RoundRobin
@@ -71,10 +71,7 @@ def test_what_ray_does_by_itself_never_takes_the_busiest() -> None:
 def test_command_prints_a_row_for_each_cell_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a row for each cell, and the same again."""
     sizes = ["--replicas=2", "--slots=4", "--tokens=8", "--seconds=0.25", "--warm-up=0.1", "--seeds=2", "--loads=0.8"]
-    found: list[dict[str, Any]] = []
-    for name in ("first.json", "second.json"):
-        assert cluster.main([*sizes, "--arrivals=bursts", f"--json={tmp_path / name}"]) == 0
-        found.append(json.loads((tmp_path / name).read_text()))
+    found = [report_of(cluster.main, tmp_path, *sizes, "--arrivals=bursts") for _ in range(2)]
     assert found[0]["cells"] == found[1]["cells"]
     assert [cell["routing"] for cell in found[0]["cells"]] == list(cluster.ROUTERS)
     shown = capsys.readouterr().out

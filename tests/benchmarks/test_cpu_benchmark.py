@@ -1,16 +1,16 @@
 """The benchmark of decoding on a CPU runs, its figures follow from each other, and its peer gets the same weights."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_reports import report_of
 
 from benchmarks import cpu
-from benchmarks.llama_cpp import write_gguf
+from benchmarks.gguf_writing import write_gguf
 from benchmarks.systems import model_at, need_llama, weights_of
 from benchmarks.timed_engine import TimedEngine
 from benchmarks.torch_peers import TorchPeer
@@ -23,25 +23,14 @@ SHORT_PROMPTS = (20, 60)
 """Those of 512 and 2,048 tokens, which are measured, take seconds each."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _threads() -> Iterator[None]:
-    """The benchmark sets torch's number of threads for its own process; this one has other tests."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("cpu") / "cpu.json"
     sizes = ["--model=tiny", "--kinds", "f32", "8-bit", "--batches", "1", "3", "--tokens=8", "--repeats=2"]
     sizes += ["--peers", "llama.cpp", "transformers", "eager"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "PROMPTS", SHORT_PROMPTS)
         patch.setattr(cpu, "READ_BYTES", 2**20)
-        assert cpu.main([*sizes, "--threads=1", f"--json={file}"]) == 0
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+        return report_of(cpu.main, tmp_path_factory.mktemp("cpu"), *sizes, "--threads=1")
 
 
 def test_every_kind_and_batch_has_its_row(report: dict[str, Any]) -> None:
@@ -119,11 +108,10 @@ def test_processor_time_is_of_one_thread_without_peers(
         with pytest.raises(SystemExit):
             cpu.main(["--processor-time", *given])
         assert "--processor-time must come with --threads 1" in capsys.readouterr().err
-    file = tmp_path / "cpu.json"
     sizes = ["--model=tiny", "--kinds=f32", "--batches=1", "--tokens=8", "--repeats=1", "--parts=decode"]
-    assert cpu.main([*sizes, "--threads=1", "--processor-time", f"--json={file}", "--peers"]) == 0
+    report = report_of(cpu.main, tmp_path, *sizes, "--threads=1", "--processor-time", "--peers")
     assert "processor time" in capsys.readouterr().out
-    assert json.loads(file.read_text())["settings"]["processor_time"] is True
+    assert report["settings"]["processor_time"] is True
 
 
 def test_the_depths_that_are_compared_run_ahead_like_any_other() -> None:

@@ -1,11 +1,11 @@
 """Deep steps by the kind of their token, against a slow oracle on transformers' own layers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_reports import report_of
 from depth_oracle import d3, greedy_at_depth
 from fixture_types import MakeLlama
 from observers import observer_of
@@ -66,10 +66,8 @@ def test_plain_d3_is_set_to_as_many_layers_and_no_more() -> None:
 
 
 def test_the_comparison_prints_every_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "found.json"
     small = ["--limit", "2", "--max-tokens", "12", "--entries", "absent", "--starts", "0.5"]
-    assert main([*small, "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
+    report = report_of(main, tmp_path, *small)
     names = [group["name"] for group in report["groups"]]
     assert names[0] == "none"
     assert "dearest tokens" in names

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_model
-from benchmarks.gpu.published import published_shares
+from benchmarks.gpu.model_tables import published_shares
 from benchmarks.gpu.step_work import Step, step_work
 from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
 from d3engine.kernels import ahead_of_time

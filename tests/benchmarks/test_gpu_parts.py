@@ -3,7 +3,7 @@
 import ast
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +13,12 @@ from round_clock import HERE, ROOT, set_clock
 
 from benchmarks.gpu import arrivals, end_to_end, kernels, models
 from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
-from benchmarks.gpu.plain_llama import PlainLlama
-from d3engine.depth import D3, FullDepth
+from benchmarks.systems import prompts_for
+from d3engine.depth import D3
 from d3engine.kernels import reference
 from d3engine.model.config import QUANTIZATION_SCHEMES
+
+ON_GPU = replace(HERE, device=torch.device("cuda"))
 
 
 def test_every_operation_of_the_package_has_a_case() -> None:
@@ -72,23 +74,16 @@ def test_measuring_leaves_the_inputs_as_they_were(interpreter: None) -> None:
             assert torch.equal(case.inputs[name], tensor), (case.operation, name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scheme", QUANTIZATION_SCHEMES)
-@pytest.mark.parametrize("columns", [128, 200])
+@pytest.mark.parametrize(
+    ("scheme", "columns"),
+    [*product(QUANTIZATION_SCHEMES, (128, 200)), *product((*HERE.blocks, *ON_GPU.blocks), (4096,))],
+)
 def test_a_random_quantized_matrix_is_of_the_size_of_a_float_one(scheme: str, columns: int) -> None:
-    assert_of_its_size(scheme, columns)
-
-
-def assert_of_its_size(scheme: str, columns: int) -> None:
+    """In a scheme, or in blocks of a rehearsal and of a GPU."""
     matrix = Draw(HERE).matrix(300, columns, scheme)
     assert tuple(matrix.shape) == (300, columns)
     values = matrix.dequantize(torch.float64)  # type: ignore[union-attr]
     assert float(values.square().mean().sqrt()) == pytest.approx(columns**-0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("type_name", [*HERE.blocks, *replace(HERE, device=torch.device("cuda")).blocks])
-def test_random_blocks_are_of_the_size_of_floats(type_name: str) -> None:
-    """Those of a rehearsal, and those of a GPU."""
-    assert_of_its_size(type_name, 4096)
 
 
 def test_a_wrong_kernel_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +118,15 @@ def test_a_slow_batch_of_two_depths_misses_the_gate() -> None:
 def test_rows_that_ran_other_layers_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that run other layers than they were to are not timed."""
     with models.random_model("llama2-7b", HERE) as model:
-        prompts = models.prompts_for(model.config, 2, 5)
+        prompts = prompts_for(model.config, 2, 5)
         engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
         mixed = [end_to_end.fixed_depth(depth, 8) for depth in (8, 4)]
-        assert len(end_to_end._calls(engine, model, prompts, mixed, 3, HERE)) == end_to_end.REPEATS
+        batch = end_to_end.Batch(engine, model, end_to_end.Setting(2, 5, tokens=3), prompts, HERE)
+        assert len(batch.calls(mixed)) == end_to_end.REPEATS
         monkeypatch.setattr(models.Engine, "generate", lambda *_, **__: engine_answer)
         engine_answer = [SimpleNamespace(outputs=[SimpleNamespace(depths=[8, 8, 8])])] * 2
         with pytest.raises(RuntimeError, match=r"were to run .*\[8, 4, 4\].* and ran .*\[8, 8, 8\]"):
-            end_to_end._calls(engine, model, prompts, mixed, 3, HERE)
+            batch.calls(mixed)
         engine.close()
 
 
@@ -170,15 +166,3 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
     assert len(found) == pytest.approx(2000, rel=0.1)
     assert all(a.time < b.time for a, b in pairwise(found))
     assert all(32 <= len(a.prompt) <= 512 and 64 <= a.tokens <= 256 for a in found)
-
-
-def test_plain_llama_has_the_tokens_of_the_engine() -> None:
-    """That it compiles whole, and has them then too, the rehearsal of the peers shows."""
-    with models.random_model("llama2-7b", HERE) as model:
-        prompts = models.prompts_for(model.config, 2, 11)
-        engine = models.new_engine(model, HERE, max_num_seqs=2, max_model_len=32, kv_tokens=64)
-        outputs = engine.generate(prompts, models.params_for(FullDepth(), 9), use_tqdm=False)
-        plain = PlainLlama(model.config, model.weights, batch=2, length=20)
-        expected = [output.outputs[0].token_ids for output in outputs]
-        assert plain.generate(torch.tensor(prompts), 9, plain) == expected
-        engine.close()

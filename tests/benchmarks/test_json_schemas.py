@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmark_reports import report_of
 
 from benchmarks import json_schemas
 
@@ -12,12 +13,11 @@ pytest.importorskip("llguidance")
 
 def test_schemas_and_instances_of_both_suites_are_counted(tmp_path: Path) -> None:
     tests = [{"data": 3, "valid": True}, {"data": "x", "valid": False}, {"data": 1, "valid": False}]
-    (tmp_path / "a.json").write_text(json.dumps({"schema": {"type": "integer"}, "tests": tests}))
+    (folder := tmp_path / "suite").mkdir()
+    (folder / "a.json").write_text(json.dumps({"schema": {"type": "integer"}, "tests": tests}))
     groups = [{"schema": {"contains": {}}, "tests": tests}, {"schema": True, "tests": tests}]
-    (tmp_path / "b.json").write_text(json.dumps(groups))
-    file = tmp_path / "found.txt"
-    json_schemas.main([str(tmp_path), "--json", str(file)])
-    report = json.loads(file.read_text())
+    (folder / "b.json").write_text(json.dumps(groups))
+    report = report_of(json_schemas.main, tmp_path, str(folder))
     assert report["counts"] == {
         "schemas": 2,
         "accepted": 1,

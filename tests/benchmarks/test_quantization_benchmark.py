@@ -15,7 +15,6 @@ from benchmarks import quantization as benchmark
 from d3engine import D3, Engine, FullDepth, SamplingParams
 from d3engine.engine.model_directory import model_directory
 from d3engine.research.evaluation.accuracy import take_problems
-from d3engine.research.evaluation.word_problems import format_prompt
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +37,11 @@ def test_benchmark_finds_the_engines_loss_of_a_prompt(reader: Path) -> None:
     with Engine(reader, device="cpu", dtype="float32", enforce_eager=True) as engine:
         found = benchmark.answer(engine, given, FullDepth(), 4)
         shallow = benchmark.answer(engine, given, D3(0.5, 0.5), 4)
-        assert engine.tokenizer is not None
-        solutions = [benchmark.solution_tokens(engine, problem) for problem in given]
-        questions = [engine.tokenizer.encode(format_prompt(problem.question)) for problem in given]
+        solutions = [benchmark.solution_of(engine, problem) for problem in given]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, depth=FullDepth())
-        prompts = [{"prompt_token_ids": [*a, *b]} for a, b in zip(questions, solutions, strict=True)]
+        prompts = [{"prompt_token_ids": one.prompt + one.answer} for one in solutions]
         outputs = engine.generate(prompts, params, use_tqdm=False)
-    for place, (output, solution) in enumerate(zip(outputs, solutions, strict=True)):
+    for place, (output, solution) in enumerate(zip(outputs, (one.answer for one in solutions), strict=True)):
         assert output.prompt_logprobs is not None
         read = zip(output.prompt_logprobs[-len(solution) :], solution, strict=True)
         assert found.losses[place] == pytest.approx(-sum(at[token].logprob for at, token in read), rel=1e-4)

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from benchmarks import gguf_file, random_gguf
-from benchmarks.random_gguf import DEVIATION, SHAPES, Shape, write_random
+from benchmarks.random_gguf import DEVIATION, SHAPES, llama3, write_random
 from d3engine import Engine, SamplingParams
 from d3engine.errors import InvalidValueError
 from d3engine.model.gguf_file import open_gguf
 
-SMALL = Shape(8, 256, 512, 2, 1, 128, 300, is_tied=False, rope_factor=8.0)
+SMALL = llama3(256, 512, 8, 2, 1, factor=8.0, vocab_size=300)
 
 
 def test_random_file_is_as_large_as_the_models() -> None:

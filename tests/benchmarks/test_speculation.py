@@ -1,24 +1,16 @@
 """`benchmarks.speculation`: its figures follow from its runs, and llama.cpp's loop drafts right; no time is judged."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from benchmark_reports import report_of
 
 from benchmarks import speculation
 from benchmarks.llama_cpp_drafts import answer
 from benchmarks.speculation import Group, Run, answered_by_all, cells_of, groups_of, is_equal, middle_runs, read_prompts
 from d3engine.engine.engine import Engine
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_there_are_fifteen_prompts_of_each_kind_and_no_two_alike() -> None:
@@ -170,12 +162,10 @@ def test_the_loop_ends_with_an_end_of_text_inside_a_draft() -> None:
 
 def test_systems_take_turns_and_give_undrafted_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Systems take turns, and their tokens are those without drafts."""
-    file, picture = tmp_path / "speculation.json", tmp_path / "speculation.png"
+    picture = tmp_path / "speculation.png"
     sizes = ["--limit", "1", "--tokens", "8", "--batches", "1", "2", "--peer-lengths"]
     sizes += ["--systems", "none", "draft", "lookup"]
-    files = ["--json", str(file), "--plot", str(picture)]
-    assert speculation.main(["--model", "demo", "--draft", "demo", *sizes, *files]) == 0
-    report = json.loads(file.read_text())
+    report = report_of(speculation.main, tmp_path, "--model", "demo", "--draft=demo", *sizes, f"--plot={picture}")
     assert {(cell["system"], cell["batch"]) for cell in report["cells"]} == {
         (name, batch) for name in ("none", "draft", "lookup") for batch in (1, 2)
     }

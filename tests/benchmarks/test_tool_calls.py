@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from benchmark_reports import report_of
 
 from benchmarks import tool_calls
 
@@ -54,8 +55,6 @@ def test_calls_are_counted_by_what_is_wrong_with_them() -> None:
 
 
 def test_prompts_are_asked_whole_and_as_streams(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    tool_calls.main(["demo", "--prompts=2", "--max-tokens=6", "--json", str(file)])
-    report = json.loads(file.read_text())
+    report = report_of(tool_calls.main, tmp_path, "demo", "--prompts=2", "--max-tokens=6")
     assert report["counts"]["prompts"] == 2
     assert all(row["text"] for row in report["answers"])  # its template refuses tools

@@ -1,6 +1,5 @@
 """What `benchmarks.weight_forms` compares: copies of a GGUF file that are the same model, and their bits."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,10 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 import gguf
 from gguf_files import bpe_keys, write_gguf
 
-from benchmarks import gguf_copy
+from benchmarks import gguf_writing
 from benchmarks import weight_forms as benchmark
 from d3engine import Engine, SamplingParams
 from d3engine.weights_tools.quantize import quantize_model
-
-ROOT = Path(__file__).parents[2]
-SIZES = {"hidden": 64, "intermediate": 128}
 
 
 @pytest.fixture
@@ -26,12 +22,12 @@ def original(tmp_path: Path) -> Path:
 
 
 def tensors(file: Path) -> dict[str, np.ndarray]:
-    return {one.name: gguf_copy._floats(one) for one in gguf.GGUFReader(file).tensors}
+    return {one.name: gguf_writing.floats_of(one) for one in gguf.GGUFReader(file).tensors}
 
 
 def test_shuffled_channels_answer_as_before(original: Path, tmp_path: Path) -> None:
     """A model with shuffled channels gives the same logits, up to the order of sums, from other rows."""
-    gguf_copy.shuffled(original, tmp_path / "shuffled.gguf")
+    gguf_writing.shuffled(original, tmp_path / "shuffled.gguf")
     found = []
     for file in (original, tmp_path / "shuffled.gguf"):
         with Engine(file, device="cpu", max_model_len=64, dtype="float32", activations="float32") as engine:
@@ -51,26 +47,17 @@ def test_shuffled_channels_answer_as_before(original: Path, tmp_path: Path) -> N
 
 def test_shuffled_unknown_tensor_is_refused(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that a Llama does not have is an error, for its channels would stay where they were."""
-    monkeypatch.setattr(gguf_copy, "_NORMS", ())
+    monkeypatch.setattr(gguf_writing, "_NORMS", ())
     with pytest.raises(ValueError, match=r"tensor 'output_norm\.weight' has no place|has no place in a Llama"):
-        gguf_copy.shuffled(original, tmp_path / "shuffled.gguf")
+        gguf_writing.shuffled(original, tmp_path / "shuffled.gguf")
 
 
 def test_bits_count_scales_of_groups(original: Path, tmp_path: Path) -> None:
     """Q4_0 has 4.5 bits a weight and int8 8 bits and a float32 scale a row, norms apart."""
-    gguf_copy.shuffled(original, tmp_path / "floats.gguf")
-    gguf_copy.in_q4_0(tmp_path / "floats.gguf", tmp_path / "q4_0.gguf")
+    gguf_writing.shuffled(original, tmp_path / "floats.gguf")
+    gguf_writing.in_q4_0(tmp_path / "floats.gguf", tmp_path / "q4_0.gguf")
     quantize_model(tmp_path / "floats.gguf", tmp_path / "int8", "int8", show_progress=False)
     q4_0, whole = benchmark.bits_per_weight(tmp_path / "q4_0.gguf", tmp_path / "floats.gguf")
     int8, _ = benchmark.bits_per_weight(tmp_path / "int8", tmp_path / "floats.gguf")
     assert 4.5 < q4_0 < whole < int8
     assert 8 < int8 < 10
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("weight-forms-*.json")), ids=str)
-def test_page_has_the_figures_of_the_result(file: Path) -> None:
-    """The table of the how-to page is what the command prints."""
-    lines = benchmark.markdown(json.loads(file.read_text())).splitlines()
-    page = (ROOT / "docs" / "how-to" / "quantize.md").read_text().splitlines()
-    assert len(lines) > 4
-    assert [line for line in lines if line not in page] == []

@@ -16,10 +16,10 @@ import pytest
 from demo_server import serving_demo
 from tqdm import tqdm
 
-from benchmarks.gguf_tokenizer import add_tokenizer
+from benchmarks.gguf_writing import add_tokenizer
 from benchmarks.report import interval_of_median
 from benchmarks.serving import __main__ as program
-from benchmarks.serving.asking import DEPTHS, Answered, Asking, Client, bursts, figures, percentile, poisson, prompt
+from benchmarks.serving.asking import DEPTHS, Answered, Client, bursts, figures, percentile, poisson, prompt
 from benchmarks.serving.bare import ALONE, ASYNC, LOCKSTEP, WAYS, Load, Steps, Tasks, by_arrivals
 from benchmarks.serving.processes import Server
 from benchmarks.serving.recorded import Arrivals, record
@@ -34,7 +34,7 @@ from d3engine.model.gguf_file import open_gguf
 
 
 def test_streams_and_arrivals_bring_every_token_in_time(url: str) -> None:
-    client = Client(Asking(url, "demo", tokens=5))
+    client = Client(url, "demo", tokens=5)
     for depth in ("full", "d3"):
         answered = client.streams(3, 0.0, depth)
         assert [one.tokens for one in answered] == [5] * 3
@@ -60,7 +60,7 @@ def test_server_is_asked_for_its_model_by_the_listed_name(client: AsyncEngine) -
 def test_refusal_by_the_server_ends_the_benchmark(url: str) -> None:
     """A refusal by the server ends the benchmark with the server's words."""
     with pytest.raises(SystemExit, match=r"the server answered 400.*max_tokens"):
-        Client(Asking(url, "demo", tokens=10**6)).streams(1, 0.0, "full")
+        Client(url, "demo", tokens=10**6).streams(1, 0.0, "full")
 
 
 def test_figures_follow_from_the_times() -> None:
