@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from starlette.types import Scope
-
 from d3engine.errors import MissingExtraError
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import FinishReason, RequestMetrics, RequestOutput
@@ -121,8 +119,3 @@ def require_tracing_packages(what: str) -> None:
             __import__(module)
         except ImportError:
             raise MissingExtraError(package, "otel", what) from None
-
-
-def trace_of(scope: Scope) -> RequestTrace | None:
-    found: RequestTrace | None = scope.get("state", {}).get("trace")
-    return found

@@ -14,8 +14,8 @@ from d3engine.errors import InvalidValueError, require
 from d3engine.request.params import CHECKS, SamplingParams, StructuredOutputsParams
 from d3engine.server.errors import invalid
 from d3engine.server.requests import sampling
-from d3engine.server.requests.bodies import check_priority, check_work
-from d3engine.server.requests.completions import prepare_all, take_places
+from d3engine.server.requests.bodies import check_work
+from d3engine.server.requests.completions import begun, prepare_all, take_places
 from d3engine.server.requests.tools import (
     ChatStyle,
     Thinking,
@@ -28,8 +28,7 @@ from d3engine.server.requests.tools import (
 )
 from d3engine.server.responses.context import RequestContext
 from d3engine.server.schemas.requests import CHAT, ChatRequest, SamplingNames, TokenizeRequest
-from d3engine.server.state import AppState, served_by
-from d3engine.server.tracing import trace_of
+from d3engine.server.state import AppState
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,10 @@ def read_content(name: str, content: Any, form: TurnForm) -> str | list[dict[str
     if isinstance(content, str):
         return content
     require(isinstance(content, list) and content != [], name, content, "a string or a list of texts")
-    return [read_text(f"{name}[{place}]", part, form) for place, part in enumerate(content)]
+    return [read_text_part(f"{name}[{place}]", part, form) for place, part in enumerate(content)]
 
 
-def read_text(name: str, part: Any, form: TurnForm) -> dict[str, str]:
+def read_text_part(name: str, part: Any, form: TurnForm) -> dict[str, str]:
     kinds = " or ".join(f'"{kind}"' for kind in form.kinds)
     is_text = isinstance(part, dict) and part.get("type") in form.kinds and isinstance(part.get("text"), str)
     require(is_text, name, part, f'{{"type": {kinds}, "text": a string}}, since the model reads nothing but text')
@@ -140,11 +139,7 @@ async def job_of(
     With `ends_with_context` its length is a bound that may lie beyond the model's context; otherwise that is an error.
     Raises `RequestError` and `InvalidValueError`.
     """
-    served = served_by(request)
-    model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
-    sampling.check_stream_options(asked)
-    check_priority(served, asked.priority)
+    served, model, depth = begun(request, asked)
     sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     style = await _style(served, asked)
     tools = tool_use_of(asked, style)
@@ -178,7 +173,7 @@ async def job_of(
             ignored = (*ignored, "tools.parameters")
             params = _behind_reasoning(params, calling.best_effort, thinking, asked.thinking_token_budget)
             prepared = await prepare_all(request, [prompt], params, model=model, **limits)
-    trace = trace_of(request.scope)
+    trace = request.scope["state"].get("trace")
     job = RequestContext(
         served, asked, model, prepared, depth, id_prefix=id_prefix, calling=calling, thinking=thinking, trace=trace
     )

@@ -10,16 +10,17 @@ from typing import Any
 
 from starlette.requests import Request
 
+from d3engine.depth import DepthPolicy
 from d3engine.errors import InvalidValueError, TokenizerError, must_be
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import BOUNDS, SamplingParams
 from d3engine.server.errors import invalid
 from d3engine.server.requests import sampling
 from d3engine.server.requests.bodies import check_priority, check_work
+from d3engine.server.requests.sampling import DEPTH_HEADER
 from d3engine.server.responses.context import RequestContext
-from d3engine.server.schemas.requests import CompletionRequest, Prompt
+from d3engine.server.schemas.requests import Common, CompletionRequest, Prompt
 from d3engine.server.state import AppState, served_by
-from d3engine.server.tracing import trace_of
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's word, by which clients know that a shorter prompt would help."""
@@ -132,15 +133,22 @@ async def without_special_tokens(served: AppState, prompts: Sequence[str | list[
         raise invalid("prompt", f"prompt must be a text that the model's tokenizer can encode ({error}).") from None
 
 
+def begun(request: Request, asked: Common) -> tuple[AppState, str, DepthPolicy | None]:
+    """Whose engine a request is for, by which id and at which depth. Raises `RequestError`."""
+    served = served_by(request)
+    model = served.models.check(asked.model)
+    depth = served.depths.read(model, asked.depth, request.headers.get(DEPTH_HEADER))
+    if asked.stream_options is not None and not asked.stream:
+        raise invalid("stream_options", "stream_options must be absent unless stream is true.")
+    check_priority(served, asked.priority)
+    return served, model, depth
+
+
 async def completion_job_of(
     request: Request, asked: CompletionRequest, *, id_prefix: str, ends_with_context: bool = False
 ) -> RequestContext[CompletionRequest]:
     """What to run for a completion, wholly checked; `ends_with_context` and errors are those of `chat.job_of`."""
-    served = served_by(request)
-    model = served.models.check(asked.model)
-    depth = served.depths.read(model, asked.depth, sampling.depth_header(request.scope))
-    sampling.check_stream_options(asked)
-    check_priority(served, asked.priority)
+    served, model, depth = begun(request, asked)
     sampling.check_num_logprobs("logprobs", asked.logprobs, served.settings)
     sampling.check_num_logprobs("prompt_logprobs", asked.prompt_logprobs, served.settings)
     max_tokens = asked.max_tokens
@@ -161,7 +169,7 @@ async def completion_job_of(
     limits = {"priority": asked.priority, "max_tokens": None if ends_with_context else max_tokens}
     with sampling.named("response_format" if asked.structured_outputs is None else "structured_outputs"):
         prepared = await prepare_all(request, prompts, params, model=model, **limits)
-    trace = trace_of(request.scope)
+    trace = request.scope["state"].get("trace")
     return RequestContext(served, asked, model, prepared, depth, id_prefix=id_prefix, trace=trace)
 
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
-from starlette.types import Scope
 
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import policy_from_dict
@@ -82,7 +81,6 @@ def named(source: str) -> AbstractContextManager[None]:
 DEPTH_HEADER = "X-D3-Depth"
 """For clients that cannot add a field to the body: the same in a header, an object as JSON."""
 
-_HEADER = DEPTH_HEADER.lower().encode()
 LONGEST_HEADER = 1000
 MOST_KNOWN = 64
 """Policies as requests spell them, of which it is remembered that they are allowed: most requests share a few."""
@@ -181,11 +179,6 @@ class DepthPolicies:
                 self._check_allowed(value)
 
 
-def depth_header(scope: Scope) -> str | None:
-    """What a request says in that header, the first if there are several."""
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), None)
-
-
 def _from_header(header: str) -> str | Mapping[str, Any]:
     """A name, or an object as JSON."""
     if not header.lstrip().startswith("{"):
@@ -219,12 +212,6 @@ def sampling_params(
     kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
     # What `dataclasses.replace` makes, in two thirds of its time.
     return SamplingParams(**{**vars(defaults), **wanted, **decided, "depth": depth, "output_kind": kind})
-
-
-def check_stream_options(asked: Common) -> None:
-    """Refuse stream_options where nothing is streamed."""
-    if asked.stream_options is not None and not asked.stream:
-        raise invalid("stream_options", "stream_options must be absent unless stream is true.")
 
 
 def check_num_logprobs(name: str, number: int | None, settings: ServerSettings) -> None:

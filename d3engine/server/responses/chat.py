@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import LogprobWords, RequestContext, TextPlaces, of_prompt
+from d3engine.server.responses.context import LogprobWords, RequestContext, TextPlaces, Writer, of_prompt
 from d3engine.server.responses.reading import CallReader, Piece, ReasoningReader
 from d3engine.server.schemas import answers
 from d3engine.server.schemas.requests import ChatRequest
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes the answer to one POST /v1/chat/completions."""
 
     kind = "chat.completion"
@@ -23,9 +23,6 @@ class ChatWriter:
         self._job = job
         self._asked = job.asked
         self._answers: dict[int, _Answer] = {}
-
-    def taken(self, output: RequestOutput) -> RequestOutput:
-        return output
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         """What vLLM puts beside the choices, where a request asks for it."""

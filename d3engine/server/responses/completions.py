@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from d3engine.request.outputs import CompletionOutput, RequestOutput
-from d3engine.server.responses.context import LogprobWords, RequestContext, Row, TextPlaces, of_prompt
+from d3engine.server.responses.context import LogprobWords, RequestContext, Row, TextPlaces, Writer, of_prompt
 from d3engine.server.schemas.answers import CompletionChoice, CompletionLogprobs
 from d3engine.server.schemas.requests import CompletionRequest
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes the answer to one POST /v1/completions."""
 
     kind = "text_completion"
@@ -33,9 +33,6 @@ class CompletionWriter:
         if self._job.asked.max_tokens != 0:
             return output
         return replace(output, outputs=[_without_tokens(answer) for answer in output.outputs])
-
-    def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
-        return {}
 
     def choices(self, outputs: Sequence[RequestOutput]) -> list[CompletionChoice]:
         """Those of each prompt in turn; of more than were asked for (`best_of`) the best."""

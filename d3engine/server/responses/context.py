@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -58,6 +59,29 @@ class RequestContext(Generic[C]):
     @property
     def policy(self) -> DepthPolicy:
         return self.depth or self.served.client.depth
+
+
+class Writer(ABC):
+    """What an interface makes of outputs in choices; it calls an answer `kind`, and a chunk of one `chunk_kind`."""
+
+    kind: str
+    chunk_kind: str
+
+    def taken(self, output: RequestOutput) -> RequestOutput:
+        """What of an output counts."""
+        return output
+
+    def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+        """Further fields of a whole answer, or, of no outputs yet, of a stream's first chunk."""
+        return {}
+
+    @abstractmethod
+    def choices(self, outputs: Sequence[RequestOutput]) -> Sequence[Mapping[str, Any]]:
+        """The choices of a whole answer, from the whole output of each prompt."""
+
+    @abstractmethod
+    def chunks(self, number: int, output: RequestOutput) -> Sequence[Mapping[str, Any]]:
+        """What is new of the choices of one prompt, one entry for each chunk."""
 
 
 class UsageCounter:

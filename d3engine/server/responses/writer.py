@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.responses.chat import ChatWriter
-from d3engine.server.responses.context import RequestContext, UsageCounter
+from d3engine.server.responses.context import RequestContext, UsageCounter, Writer
 from d3engine.server.responses.running import DirectStream, outputs_of, prompt_progress, whole_output
 from d3engine.server.responses.streams import OPENAI_FORM, EventStream, StreamForm
 from d3engine.server.schemas.answers import (
@@ -92,27 +92,6 @@ def _news(
     d3ext = {"d3ext": choices[-1]["d3ext"]} if "d3ext" in choices[-1] else {}
     logprobs = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
     return Delta(text, answer.finish_reason, answer.stop_reason, d3ext, calls, reasoning, logprobs)
-
-
-class Writer(Protocol):
-    """What an interface makes of outputs."""
-
-    kind: str
-    """What it calls an answer."""
-    chunk_kind: str
-    """And a chunk of one."""
-
-    def taken(self, output: RequestOutput) -> RequestOutput:
-        """What of an output counts."""
-
-    def choices(self, outputs: Sequence[RequestOutput]) -> Sequence[Mapping[str, Any]]:
-        """The choices of a whole answer, from the whole output of each prompt."""
-
-    def chunks(self, number: int, output: RequestOutput) -> Sequence[Mapping[str, Any]]:
-        """What is new of the choices of one prompt, one entry for each chunk."""
-
-    def extras(self, outputs: Sequence[RequestOutput]) -> Mapping[str, Any]:
-        """Further fields of a whole answer, or, of no outputs yet, of a stream's first chunk."""
 
 
 class Answer(Protocol):

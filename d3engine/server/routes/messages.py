@@ -97,7 +97,7 @@ def _read(name: str, turn: Any) -> list[dict[str, Any]]:
             require(role == "user", f"{name}.role", role, "'user' for a block of type tool_result")
             results.append(_result(where, part))
         else:
-            texts.append(chat.read_text(where, part, TURNS))
+            texts.append(chat.read_text_part(where, part, TURNS))
     said: dict[str, Any] = {"role": role, "content": texts or ""}
     if reasoning:
         said["reasoning_content"] = "\n".join(reasoning)
