@@ -13,6 +13,7 @@ from configs import llama_config
 from invoking import invoke, refused, report_of, succeed
 
 from d3engine import __version__
+from d3engine.cli.commands import COMMANDS
 from d3engine.cli.depth_options import AUTO, OPTIONS, parse_depth
 from d3engine.depth import (
     D3,
@@ -265,13 +266,18 @@ def test_version_and_help() -> None:
     assert all(f"\n  {spelling} " in text for spelling, _, _ in OPTIONS.values())
 
 
-def test_schedule_imports_no_torch(tmp_path: Path) -> None:
+def test_schedule_and_all_helps_import_no_torch(tmp_path: Path) -> None:
+    """Neither a schedule of a model nor the help of any command imports torch; a schedule no other heavy library."""
     model = write_model(tmp_path)
     script = (
         "import sys\n"
         "from d3engine.cli import app\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        f"for words in [[], *([name] for name in {list(COMMANDS)}), ['weights', 'quantize'], ['analyze', 'flow']]:\n"
+        "    try: app([*words, '--help'])\n"
+        "    except SystemExit as end: assert end.code == 0, words\n"
+        "heavy |= {'torch'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     arguments = ["schedule", "--model", str(model), "--depth", "d3 alpha=0.9 start=0.7"]
