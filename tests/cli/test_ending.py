@@ -17,7 +17,7 @@ from invoking import invoke
 
 from d3engine import Engine
 from d3engine.cli.answers import Run, _pace
-from d3engine.cli.commands import COMMANDS, ExitCode, code_of
+from d3engine.cli.commands import ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
 from d3engine.cli.engine_options import ENGINE, UNLISTED
 from d3engine.depth.policy import POLICIES, policy_class, policy_options
@@ -147,19 +147,6 @@ def test_a_file_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPat
 
 
 # -- help ------------------------------------------------------------------------------------------------------------
-
-
-def test_help_of_every_command_imports_no_torch() -> None:
-    code = (
-        "import sys\n"
-        "from d3engine.cli import app\n"
-        f"for words in [[], *([name] for name in {list(COMMANDS)}), ['weights', 'quantize'], ['analyze', 'flow']]:\n"
-        "    try: app([*words, '--help'])\n"
-        "    except SystemExit as end: assert end.code == 0, words\n"
-        "print('torch' in sys.modules)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "False"
 
 
 def test_help_shows_each_engine_option_with_its_default() -> None:

@@ -13,6 +13,7 @@ from configs import llama_config
 from invoking import invoke, refused, report_of, succeed
 
 from d3engine import __version__
+from d3engine.cli.commands import COMMANDS
 from d3engine.cli.depth_options import AUTO, OPTIONS, parse_depth
 from d3engine.depth import (
     D3,
@@ -28,14 +29,6 @@ from d3engine.depth import (
 from d3engine.errors import InvalidValueError, install_command
 
 BBH = ["schedule", "--layers", "32", "--depth", "d3 alpha=0.9 start=0.6", "--steps", "200"]
-
-
-def run(*arguments: str) -> Any:
-    return invoke(arguments)
-
-
-def run_json(*arguments: str) -> dict[str, Any]:
-    return report_of(arguments)
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
@@ -62,21 +55,21 @@ def test_plain_output_holds_the_runs_the_cutoffs_and_the_worth() -> None:
 
 
 def test_layers_skipped_in_pieces_are_shown_in_pieces() -> None:
-    result = run("schedule", "--layers", "9", "--depth", "unified speedup=2", "--steps", "3")
+    result = invoke(["schedule", "--layers", "9", "--depth", "unified speedup=2", "--steps", "3"])
     assert "1-2    4           1-2, 4-5, 7" in result.stdout.splitlines()
 
 
 def test_students_of_a_width_policy_are_shown_by_step() -> None:
     """Each run of steps has a row with its student, and JSON names it too."""
     words = ("schedule", "--layers", "4", "--depth", "width students=a.st,b.st from-steps=2,5", "--steps", "8")
-    cells = [line.split() for line in run(*words).stdout.splitlines()]
+    cells = [line.split() for line in invoke(words).stdout.splitlines()]
     for row in (["0-1", "4", "none", "none"], ["2-4", "4", "none", "a.st"], ["5-7", "4", "none", "b.st"]):
         assert row in cells
-    assert [one["student"] for one in run_json(*words)["runs"]] == [None, "a.st", "b.st"]
+    assert [one["student"] for one in report_of(words)["runs"]] == [None, "a.st", "b.st"]
 
 
 def test_json_holds_everything_for_machines() -> None:
-    report = run_json(*BBH, "--prompt-tokens", "100")
+    report = report_of([*BBH, "--prompt-tokens", "100"])
     assert report["policy"] == {"policy": "d3", "alpha": 0.9, "start": 0.6, "tail": 0, "on_skip": "none"}
     assert [step["depth"] for step in report["runs"]] == [32, 28, 25, 23, 20, 19]
     assert report["runs"][-1] == {"first_step": 5, "last_step": 199, "depth": 19, "skipped_layers": list(range(19, 32))}
@@ -91,7 +84,7 @@ def test_json_holds_everything_for_machines() -> None:
 
 def test_sizes_replace_those_of_llama_2() -> None:
     llama_3_8b = ["--intermediate-size", "14336", "--vocab-size", "128256", "--heads", "32", "--kv-heads", "8"]
-    report = run_json(*BBH, *llama_3_8b, "--dtype", "float32")
+    report = report_of([*BBH, *llama_3_8b, "--dtype", "float32"])
     sizes = {"num_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
     assert report["shape"] == sizes | {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     assert report["kv_saved"]["bytes_per_entry"] == 2 * 8 * 128 * 4
@@ -101,7 +94,7 @@ def test_sizes_replace_those_of_llama_2() -> None:
 
 def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
     sizes = ["--hidden-size", "64", "--intermediate-size", "160", "--vocab-size", "256", "--heads", "4"]
-    report = run_json("schedule", "--layers", "10", "--depth", "full", *sizes)
+    report = report_of(["schedule", "--layers", "10", "--depth", "full", *sizes])
     assert (report["shape"]["num_kv_heads"], report["shape"]["head_dim"]) == (4, 16)
     assert report["flops_ratio"] == 1
 
@@ -109,37 +102,37 @@ def test_a_shape_that_no_llama_2_has_is_built_from_the_sizes() -> None:
 def test_schedule_without_a_shape_has_an_unknown_flops_ratio() -> None:
     """Without a shape the schedule is shown, and the FLOPs ratio is unknown."""
     arguments = ["schedule", "--layers", "10", "--depth", "d3 alpha=0.9 start=0.7"]
-    report = run_json(*arguments)
+    report = report_of(arguments)
     assert report["shape"] is None
     assert report["flops_ratio"] is None
     assert report["kv_saved"]["bytes_saved"] is None
     assert report["kv_saved"]["fraction"] == pytest.approx(0.3)
     assert report["cutoffs"][:7] == [None] * 7
     assert None not in report["cutoffs"][7:]
-    assert "unknown: give the model's sizes" in run(*arguments).stdout
+    assert "unknown: give the model's sizes" in invoke(arguments).stdout
 
 
 def test_a_model_directory_gives_layers_sizes_and_dtype(tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    report = run_json("schedule", "--model", str(model), "--depth", "unified speedup=2")
+    report = report_of(["schedule", "--model", str(model), "--depth", "unified speedup=2"])
     assert report["num_layers"] == 10
     assert report["shape"]["num_kv_heads"] == 2
     assert report["dtype"] == "float32"
     assert report["kv_saved"]["bytes_per_entry"] == 2 * 2 * 16 * 4
-    assert run_json("schedule", "--model", str(model), "--depth", "full", "--dtype", "float16")["dtype"] == "float16"
+    assert report_of(["schedule", "--model", str(model), "--depth", "full", "--dtype", "float16"])["dtype"] == "float16"
 
 
 def test_auto_reads_d3_json_beside_the_weights(tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    assert run_json("schedule", "--model", str(model))["policy"] == {"policy": "full"}
+    assert report_of(["schedule", "--model", str(model)])["policy"] == {"policy": "full"}
     (model / "d3.json").write_text(json.dumps({"depth": D3(alpha=0.99, start=0.5).describe()}))
-    assert run_json("schedule", "--model", str(model))["policy"] == D3(alpha=0.99, start=0.5).describe()
+    assert report_of(["schedule", "--model", str(model)])["policy"] == D3(alpha=0.99, start=0.5).describe()
     table = {"policy": "table", "active": [list(range(10)), [0, 2], list(range(10)), [0]]}
     (model / "d3.json").write_text(json.dumps({"depth": table}))
-    report = run_json("schedule", "--model", str(model), "--steps", "6")
+    report = report_of(["schedule", "--model", str(model), "--steps", "6"])
     assert [step["depth"] for step in report["runs"]] == [10, 2, 10, 1]
     assert report["is_nested"] is False
-    assert "Cutoff" not in run("schedule", "--model", str(model)).stdout
+    assert "Cutoff" not in invoke(["schedule", "--model", str(model)]).stdout
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"policy": "d3"}', '{"policy": "d9"}'])
@@ -267,19 +260,24 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: py
 
 
 def test_version_and_help() -> None:
-    assert run("--version").stdout == f"d3engine {__version__}\n"
-    assert "schedule" in run("--help").stdout
-    text = run("schedule", "--help").stdout
+    assert invoke(["--version"]).stdout == f"d3engine {__version__}\n"
+    assert "schedule" in invoke(["--help"]).stdout
+    text = invoke(["schedule", "--help"]).stdout
     assert all(f"\n  {spelling} " in text for spelling, _, _ in OPTIONS.values())
 
 
-def test_schedule_imports_no_torch(tmp_path: Path) -> None:
+def test_schedule_and_all_helps_import_no_torch(tmp_path: Path) -> None:
+    """Neither a schedule of a model nor the help of any command imports torch; a schedule no other heavy library."""
     model = write_model(tmp_path)
     script = (
         "import sys\n"
         "from d3engine.cli import app\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        f"for words in [[], *([name] for name in {list(COMMANDS)}), ['weights', 'quantize'], ['analyze', 'flow']]:\n"
+        "    try: app([*words, '--help'])\n"
+        "    except SystemExit as end: assert end.code == 0, words\n"
+        "heavy |= {'torch'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     arguments = ["schedule", "--model", str(model), "--depth", "d3 alpha=0.9 start=0.7"]
