@@ -96,7 +96,7 @@ def test_the_command_compares_policies_on_tasks_of_the_harness(tmp_path: Path) -
 def test_tables_and_page_show_paired_differences_with_drafts(tmp_path: Path) -> None:
     """Tables and page of the harness show paired differences, of drafting policies too."""
     items = [{"q": p.question, "a": str(p.answer)} for p in islice(all_problems("word-problems", "test", 0), 2)]
-    write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 40))
+    write_task(tmp_path, "own_words", items, **generation("Question: {{q}}\nAnswer:", "{{a}}", ["\n"], 12))
     page = tmp_path / "page.html"
     words = ["eval", "demo", "--tasks", "own_words", "--include-path", str(tmp_path), "--compare-full"]
     policies = ["--depth", "lossless alpha=0.8 start=0.7", "--kv-cache-memory-bytes", str(2**25)]
