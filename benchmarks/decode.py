@@ -83,7 +83,7 @@ def measure(settings: Settings, *, with_memory: bool = True) -> dict[str, Any]:
         "attention_of_transformers": peer.config._attn_implementation,
         **evaluate(settings, config, weights, answers, seconds),
     }
-    del systems, engine, peer, weights
+    del systems, turns, engine, peer, weights
     gc.collect()
     if with_memory:
         for system in tqdm(SYSTEMS, "memory", disable=None):
