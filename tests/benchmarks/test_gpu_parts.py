@@ -16,7 +16,7 @@ from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.systems import prompts_for
 from d3engine.depth import D3
 from d3engine.kernels import reference
-from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 
 ON_GPU = replace(HERE, device=torch.device("cuda"))
 

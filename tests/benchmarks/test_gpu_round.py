@@ -15,7 +15,7 @@ from round_clock import ROOT, set_clock
 from benchmarks import gpu_round
 from benchmarks.gpu import end_to_end, peers, switches
 from benchmarks.gpu import tests as tests_of_the_round
-from d3engine.model.config import QUANTIZATION_SCHEMES
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.utils.children import python_command
 
 SMALL = (*QUANTIZATION_SCHEMES, "Q4_0")

@@ -21,7 +21,8 @@ from transformers_oracle import assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, RequestOutput, SamplingParams, SkipDecode, Speculative
 from d3engine.depth import DepthPolicy
-from d3engine.model.config import QUANTIZATION_SCHEMES, ModelConfig
+from d3engine.model.config import ModelConfig
+from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.model.weights import LlamaWeights, load_weights
 
 MakeModel = Callable[..., TinyLlama]

@@ -52,9 +52,7 @@ def answers(model: Path, backend: str, graphs: bool, **options: Any) -> tuple[An
         patch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         given = OPTIONS | {"device": device, "dtype": "float32", "backend": backend} | options
         with Engine(model, depth=D3(0.8, 0.3), **given) as engine:
-            executor: Any = engine.executor
-            run = executor._model if graphs else executor.model
-            return run.weights, engine.generate(prompts, PARAMS, use_tqdm=False)
+            return engine.executor.model.weights, engine.generate(prompts, PARAMS, use_tqdm=False)
 
 
 def assert_as_on_torch(model: Path, *, graphs: bool = False) -> Any:

@@ -61,7 +61,7 @@ def triton_engine(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> M
         monkeypatch.setattr(resolve, "executor_for", lambda *given: "graphs" if graphs else "eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = make_engine(backend="triton", block_size=16, max_num_batched_tokens=16, device=device, **arguments)
-        assert engine.executor._model.kernels is kernels if graphs else engine.executor.model.kernels is kernels
+        assert engine.executor.model.kernels is kernels
         return engine
 
     return make

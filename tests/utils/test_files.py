@@ -204,7 +204,7 @@ OPENED_ELSEWHERE = {
     "weights_tools/train_demo.py: (directory / 'config.json').read_text",
 }
 OPENERS = ("open", "os.open", "safe_open", "torch.load", "np.load", "np.memmap", "np.fromfile")
-NO_PATHS = ("self.", "files.", "archive.")
+NO_PATHS = ("self.", "files.", "archive.", "chat.")
 
 
 def test_only_one_module_opens_the_files_of_users() -> None:
