@@ -98,7 +98,7 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
+def threads_before() -> Iterator[None]:
     """Tiny products are slower on many threads, and workers of pytest-xdist would fight for the cores."""
     import torch
 
@@ -106,6 +106,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads_before: None) -> Iterator[None]:
+    """One thread again behind a command that ran in this process and took more."""
+    import torch
+
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

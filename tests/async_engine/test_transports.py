@@ -179,14 +179,10 @@ async def test_hung_process_is_found_by_heartbeat_a_dead_one_by_all(client: Asyn
 def test_process_computes_with_as_many_threads_as_its_parent() -> None:
     """A process computes with as many threads as its parent would."""
     # Otherwise `d3engine serve --threads 1 --engine-process` takes every core, the network's among them.
-    before = torch.get_num_threads()
     torch.set_num_threads(2)  # where the environment, which a process has too, says one
-    try:
-        client = AsyncEngine("demo", transport="process", device="cpu", kv_cache_memory_bytes=2**24)
-        asyncio.run(client.close())
-        assert client.settings.num_threads == default_threads()
-    finally:
-        torch.set_num_threads(before)
+    client = AsyncEngine("demo", transport="process", device="cpu", kv_cache_memory_bytes=2**24)
+    asyncio.run(client.close())
+    assert client.settings.num_threads == default_threads()
 
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path: Any) -> None:

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ from d3engine.utils.garbage import OBJECTS_BETWEEN_COLLECTIONS
 
 DEMO = ModelConfig.from_directory(model_directory("demo"))
 LARGE = replace(DEMO, hidden_size=1024, intermediate_size=2816, num_heads=16, num_kv_heads=8, head_dim=64)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Gives the process its threads back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 RUN_DEMO = """
@@ -183,7 +174,7 @@ def test_thread_count_follows_the_size_of_the_model() -> None:
     assert LARGE.layer_parameters > 8 * 2**20
 
 
-def test_given_threads_are_used_and_auto_stays_below_pytorchs(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_threads_are_used_and_auto_stays_below_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A given number of threads is used, and `auto` never takes more than PyTorch would."""
     assert engine_arguments("demo", {"threads": "3", "seed": 1}) == {"seed": 1, "num_threads": 3}
     assert torch.get_num_threads() == 3
@@ -194,7 +185,7 @@ def test_given_threads_are_used_and_auto_stays_below_pytorchs(threads: None, mon
         assert torch.get_num_threads() == 1
 
 
-def test_the_flag_reaches_pytorch(threads: None) -> None:
+def test_the_flag_reaches_pytorch() -> None:
     with open_engine("demo", {"threads": "2", "device": "cpu", "kv_cache_memory_bytes": 2**22, "max_num_seqs": 1}):
         assert torch.get_num_threads() == 2
 

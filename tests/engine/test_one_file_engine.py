@@ -15,13 +15,13 @@ from d3engine.engine.model_directory import fetched_model, model_directory
 
 FILE = Path(__file__).parents[2] / "examples" / "one_file_engine.py"
 QUESTION = "Question: Tom has {} pens. Tom finds 3. Ann gives Tom {}. How many pens does Tom have now?\nAnswer:"
-PROMPTS = [QUESTION.format(first, second) for first, second in ((5, 2), (70, 11), (8, 9))]
+PROMPTS = [QUESTION.format(first, second) for first, second in ((5, 2), (70, 11))]
 WAKING = [[True] * 16, [True] * 5 + [False] * 4 + [True] * 7, [True] * 7 + [False] * 6 + [True] * 3]
 POLICIES: dict[str, DepthPolicy] = {
     "full": FullDepth(),
     "d3": D3(alpha=0.8, start=0.6),
     "slow d3": D3(alpha=0.97, start=0.4),
-    "skipdecode": SkipDecode(max_tokens=24, min_layers=6),
+    "skipdecode": SkipDecode(max_tokens=16, min_layers=6),
     "copied": LayerTable(WAKING, on_skip="copy"),
 }
 
@@ -59,7 +59,7 @@ def expected() -> dict[str, list[tuple[list[int], list[int]]]]:
     with Engine("demo", device="cpu", depth=FullDepth(), kv_cache_memory_bytes=2**24) as engine:
         found = {}
         for name, policy in POLICIES.items():
-            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, depth=policy)
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, depth=policy)
             outputs = engine.generate(PROMPTS, params, use_tqdm=False)
             found[name] = [(list(o.outputs[0].token_ids), list(o.outputs[0].depths)) for o in outputs]
     assert len({str(answers) for answers in found.values()}) == len(POLICIES)
@@ -67,13 +67,13 @@ def expected() -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "step_tokens"), [(4096, 256), (4096, 7), (200, 64)], ids=["roomy", "small chunks", "preempted"]
+    ("blocks", "step_tokens"), [(4096, 256), (4096, 11), (130, 64)], ids=["roomy", "small chunks", "preempted"]
 )
 def test_tokens_and_depths_are_the_engines_in_one_mixed_batch(
     one_file: ModuleType, demo: Any, expected: dict[str, Any], blocks: int, step_tokens: int
 ) -> None:
     engine = one_file.Engine(demo, num_blocks=blocks, block_size=8, max_step_tokens=step_tokens)
-    sampling = one_file.Sampling(max_tokens=24, ignore_eos=True)
+    sampling = one_file.Sampling(max_tokens=16, ignore_eos=True)
     added = {
         name: [engine.add(demo.tokenizer.encode(prompt).ids, depth_of(one_file, name), sampling) for prompt in PROMPTS]
         for name in POLICIES
@@ -82,7 +82,7 @@ def test_tokens_and_depths_are_the_engines_in_one_mixed_batch(
         engine.step()
     for name, sequences in added.items():
         assert [(sequence.answer, sequence.depths) for sequence in sequences] == expected[name], name
-    assert (engine.num_preemptions > 0) == (blocks == 200)
+    assert (engine.num_preemptions > 0) == (blocks == 130)
     assert sorted(engine.pool.free) == list(range(blocks))
 
 

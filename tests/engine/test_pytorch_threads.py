@@ -1,7 +1,6 @@
 """PyTorch computes in an engine with as many threads as the engine may have, and elsewhere with its own number."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,10 @@ class Watch(TorchFunctionMode):
 
 
 @pytest.fixture
-def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own number is 4, and a layer of any size is worth as many."""
     monkeypatch.setattr(pytorch_threads, "WEIGHTS_PER_PYTORCH_THREAD", 1)
-    before = torch.get_num_threads()
     torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
 
 
 def depth_of(name: Any, directory: Path, folder: Path) -> Any:

@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "more than one group": {"hidden_size": 144, "intermediate_size": 200},
 }
 QUERY = "model.layers.1.self_attn.q_proj"
-TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(120))
+TEXT = "\n".join(f"Tom has {n} pens. Ann finds {n % 9}. How many pens do they have now?" for n in range(60))
 """What four bits in groups are fitted to."""
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**22}
 

@@ -81,7 +81,7 @@ def test_mixture_beats_llama_cpps_rule_at_equal_bits(tmp_path: Path, monkeypatch
     assert chosen < rule
 
 
-@pytest.mark.parametrize("bits", [4.7, 5.5, 8.12])
+@pytest.mark.parametrize("bits", [4.7, 8.12])
 def test_mixture_meets_the_budget(tmp_path: Path, bits: float) -> None:
     """The file takes at most the bits asked for, and no unit of 4 bits fits into what is left."""
     quantize_to_groups(DEMO, tmp_path / "new", text=TEXT, bits=bits, show_progress=False)
@@ -117,7 +117,7 @@ class PartlyRounded(LayerwiseModel):
 
 def test_output_costs_are_the_divergence_of_each_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs are near the divergence measured with one unit rounded, so little that it grows with the square."""
-    monkeypatch.setattr(mixture, "_DRAWS", 64)
+    monkeypatch.setattr(mixture, "_DRAWS", 16)
     prompts = fitting_tokens(DEMO, TEXT, show_progress=False)
     prompts = prompts[:, : prompts.shape[1] // 40 * 40].reshape(-1, 40)[:32]
     with open_checkpoint(DEMO) as checkpoint:
