@@ -19,6 +19,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli import app
 from d3engine.engine.draft_model import load_draft_weights
 from d3engine.engine.engine_config import EngineConfig
+from d3engine.engine.model_directory import default_sampling_params, fetched_model
 from d3engine.engine.resolve import multiplies_bytes, resolve_settings
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
@@ -353,3 +354,13 @@ def test_a_file_that_ranks_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
     with pytest.raises(ModelFormatError, match=r"llama\.pooling_type must be absent or 0 or 1 or 2 or 3"):
         engine_of(file)
+
+
+def test_model_name_brings_sampling_and_both_ends_of_text() -> None:
+    """The name brings the authors' sampling and both ends of text."""
+    file = fetched_model("qwen2.5-coder-0.5b")
+    if not file.exists():
+        pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
+    params = default_sampling_params(file)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.7, 0.8, 20, 1.1)
+    assert sorted(ModelConfig.from_directory(file).eos_token_ids) == [151643, 151645]

@@ -97,21 +97,22 @@ def test_a_draw_follows_from_the_seed_and_not_from_the_batch(one_file: ModuleTyp
 
 
 def test_tokens_are_the_engines_with_a_real_model(one_file: ModuleType) -> None:
+    """The engine multiplies the packed weights; this file, what they stand for."""
     pytest.importorskip("gguf", reason="the extra gguf is not installed")
     file = fetched_model("qwen2.5-coder-0.5b")
     if not file.exists():
         pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
     prompt = "def add(first, second):\n    "
     depths = [FullDepth(), D3(alpha=0.5, start=0.8)]
-    params = [SamplingParams(temperature=0, repetition_penalty=1, max_tokens=12, depth=depth) for depth in depths]
+    params = [SamplingParams(temperature=0, repetition_penalty=1, max_tokens=6, depth=depth) for depth in depths]
     arguments = {"device": "cpu", "max_model_len": 256, "kv_cache_memory_bytes": 2**24, "activations": "float32"}
-    with Engine(str(file), **arguments) as engine:
+    with Engine("qwen2.5-coder-0.5b", **arguments) as engine:
         outputs = engine.generate([prompt, prompt], params, use_tqdm=False)
     model = one_file.load(file)
     ids = model.tokenizer.encode(prompt).ids
     assert ids == list(outputs[0].prompt_token_ids)
     engine = one_file.Engine(model, num_blocks=512)
-    added = [engine.add(ids, depth, one_file.Sampling(max_tokens=12)) for depth in (None, one_file.d3(24, 0.5, 0.8))]
+    added = [engine.add(ids, depth, one_file.Sampling(max_tokens=6)) for depth in (None, one_file.d3(24, 0.5, 0.8))]
     while engine.running or engine.waiting:
         engine.step()
     expected = [(list(output.outputs[0].token_ids), list(output.outputs[0].depths)) for output in outputs]
