@@ -6,7 +6,6 @@ no text is made; llama.cpp chooses no token. The reading rate is of a copy of th
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -22,7 +21,6 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.children import checkout_environment
-from benchmarks.random_gguf import SHAPES, write_random
 from benchmarks.report import Parser, interval, option, print_table, settings_of
 from d3engine.utils.children import python_command
 
@@ -196,17 +194,19 @@ _LABELS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison."""
-    parser = Parser("gguf_file", __doc__, arguments, Settings)
-    parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
-    parser.add_argument("--without", nargs="*", default=[], choices=list(_SYSTEMS), help="systems that are left out")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a system and its settings: what the process of a round does
-    options = parser.given()
-    settings = settings_of(Settings, options)
-    if options.one is not None:
-        given = json.loads(options.one)
+    """Run the comparison, or a system of it as the process of a round does."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["--one"]:
+        given = json.loads(words[1])
         print(json.dumps(_SYSTEMS[given["system"]](Settings(**given["settings"]))))
         return 0
+    from benchmarks.random_gguf import SHAPES, write_random  # with torch, whose memory would count as llama.cpp's
+
+    parser = Parser("gguf_file", __doc__, words, Settings)
+    parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
+    parser.add_argument("--without", nargs="*", default=[], choices=list(_SYSTEMS), help="systems that are left out")
+    options = parser.given()
+    settings = settings_of(Settings, options)
     if not settings.model:
         parser.error("--model is missing")
     if options.random is not None:
