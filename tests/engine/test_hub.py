@@ -1,6 +1,6 @@
 """A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
-The real huggingface_hub talks to a server of our own. Commands run in processes of their own, since it reads its
-settings from the environment when it is imported."""
+The real huggingface_hub talks to a server of our own. It reads its settings from the environment when it is imported:
+they are set there, or a process of its own has them."""
 
 import json
 import os
@@ -23,8 +23,10 @@ from gguf_files import SMALL as TINY_GGUF
 from gguf_files import bpe_keys, write_gguf
 from hub_server import Commit, Hub, serving
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine.cli import app
 from d3engine.engine.gguf_choice import quantization_of
 from d3engine.engine.hub import _snapshot
 from d3engine.engine.model_directory import model_directory
@@ -258,7 +260,9 @@ def test_unreachable_hub_takes_the_download_with_a_warning(
     assert other.startswith("InvalidValueError: model must be a directory, or a model downloaded before (HF_HUB_OFFLIN")
 
 
-def test_hub_gguf_answers_offline_by_quantization_in_any_case(hub: Hub, run: Run, said: Said, tmp_path: Path) -> None:
+def test_hub_gguf_answers_offline_by_quantization_in_any_case(
+    hub: Hub, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GGUF file of the hub answers offline by its quantization in any case."""
     file = write_gguf(tmp_path / "tiny.gguf", tokenizer=bpe_keys(), **TINY_GGUF)
     hub.repositories["ada/tiny"] = {"main": Commit(GGUF | BESIDE | {"model-Q8_0.gguf": file.read_bytes()})}
@@ -266,13 +270,15 @@ def test_hub_gguf_answers_offline_by_quantization_in_any_case(hub: Hub, run: Run
     assert Path(found).name == "model-Q8_0.gguf"
     assert hub.fetched == ["model-Q8_0.gguf"]
     hub.url = NOBODY
-    command = ["-m", "d3engine", "generate", "ada/tiny:Q8_0", "the", "--depth", "speculative draft-model=ada/tiny:Q8_0"]
-    command += ["--max-tokens", "4", "--temperature", "0", "--json"]
-    offline = json.loads(run(*command, HF_HUB_OFFLINE="1").stdout)
+    assert said("ada/tiny:Q8_0", offline=True) == [found]
+    command = ["generate", "ada/tiny:Q8_0", "the", "--depth", "speculative draft-model=ada/tiny:Q8_0"]
+    command += ["--max-tokens", "4", "--temperature", "0", "--json", "--kv-cache-memory-bytes", str(2**24)]
+    offline = json.loads(CliRunner().invoke(app, command).stdout)
     with Engine(file, kv_cache_memory_bytes=2**24) as engine:
         (output,) = engine.generate("the", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert [token["token_id"] for token in offline["tokens"]] == output.outputs[0].token_ids
-    converted = run("-m", "d3engine", "weights", "convert", "gguf", "ada/tiny:Q8_0", "out", HF_HUB_OFFLINE="1")
+    monkeypatch.chdir(tmp_path)
+    converted = CliRunner().invoke(app, ["weights", "convert", "gguf", "ada/tiny:Q8_0", "out"])
     assert converted.stdout == "wrote out\n"
 
 
