@@ -1,7 +1,7 @@
 """The threads that nobody asked for by number, and memory, are no more than the process may use."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +20,12 @@ GIB = 2**30
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """`machine("/proc/self/cgroup's lines", {file: text})`: 64 cores, and these files below /sys/fs/cgroup."""
     monkeypatch.setattr(host_cpus, "CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(host_cpus, "MOUNTED", tmp_path / "mounted")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    before, set_threads = torch.get_num_threads(), torch.set_num_threads
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
 
     def make(groups: str, files: dict[str, str]) -> None:
@@ -34,7 +35,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
-    return make
+    yield make
+    set_threads(before)  # an engine that ends has restored the 64
 
 
 def first_version(group: str, quota: int, period: int = 100_000) -> dict[str, str]:
