@@ -22,7 +22,7 @@ NATIVE := $(shell find kernels/native -name "*.cpp" -o -name "*.h" -o -name "*.i
 
 help:
 	@echo "make demo     install, and answer a problem at full depth and with D3"
-	@echo "make chat     fetch Qwen2.5-Coder-1.5B-Instruct (1.1 GB) once, and talk to it"
+	@echo "make chat     fetch Qwen2.5-Coder-1.5B and its draft model (1.6 GB) once, and talk"
 	@echo "make test     all tests"
 	@echo "make test-server  the server's, with its page in Chromium, schemathesis and other libraries' clients"
 	@echo "make test-integrations  with every serving stack for real; test-with-ray, test-with-triton: with one"
@@ -40,11 +40,12 @@ setup: $(VENV)/.installed-dev $(VENV)/.native $(VENV)/.page
 demo: $(VENV)/.native
 	$(BIN)/d3engine generate demo
 
-# Offline once it is fetched. `make chat MODEL=smollm2` is for machines with little memory.
+# Offline once they are fetched. `make chat MODEL=smollm2` is for machines with little memory; `DRAFT=` drafts nothing.
 MODEL = qwen2.5-coder-1.5b
+DRAFT = $(if $(filter qwen2.5-coder-1.5b,$(MODEL)),qwen2.5-coder-0.5b)
 chat: $(VENV)/.installed-gguf $(VENV)/.native
-	@$(BIN)/d3engine weights fetch $(MODEL)
-	@$(BIN)/d3engine chat $(MODEL)
+	@for model in $(MODEL) $(DRAFT); do $(BIN)/d3engine weights fetch $$model || exit 1; done
+	@$(BIN)/d3engine chat $(MODEL) $(addprefix --draft-model ,$(DRAFT))
 
 test: $(VENV)/.installed-test $(VENV)/.native
 	@echo "All tests: about seven minutes on two free cores, longer on busy ones; none is judged by its time. Where there is"
