@@ -77,7 +77,7 @@ def write_gguf(
 
 
 def _plain(weight: Any) -> Tensor:
-    assert isinstance(weight, Tensor), "float weights are written; llama.cpp has quantized forms of its own"
+    assert isinstance(weight, Tensor), "float weights are written; llama.cpp has its own quantized forms"
     return weight
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,13 +131,13 @@ class Executor:
     max_steps: int = 0
     capabilities: ExecutorCapabilities = ExecutorCapabilities()
 
+    @abstractmethod
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: its entries are written, and logits or chosen tokens returned."""
-        raise NotImplementedError
 
     def run_share(self, plan: Plan) -> Computed:
         """The logits of a single step, whose copies of entries are the caller's; of executors that have students."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no students")
 
     def take_largest(self) -> None:
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""

@@ -37,7 +37,7 @@ class HostTokens:
         """Let the device copy a step's tokens when it has chosen them; the result waits until it has."""
         self._host[taken % len(self._host)].copy_(self._device[taken % len(self._device)], non_blocking=True)
         if not self._is_pinned:
-            return lambda: None  # without a device of its own a step is done when its launch returns
+            return lambda: None  # without a device a step is done when its launch returns
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,9 +76,9 @@ class TensorEntry:
 class TensorFile:
     """A source of tensors: a mapped file, or a reader that converts another format."""
 
+    @abstractmethod
     def tensor(self, entry: TensorEntry) -> Tensor:
         """The tensor of an entry, on the CPU."""
-        raise NotImplementedError
 
     def row(self, entry: TensorEntry, row: int) -> Tensor:
         """One row of its first dimension."""
@@ -85,7 +86,7 @@ class TensorFile:
 
     def blocks(self, name: str) -> Tensor:
         """As `Checkpoint.read_blocks`."""
-        raise NotImplementedError
+        raise TypeError(f"tensor {name!r} is not in blocks")
 
     def order(self, name: str) -> Tensor | None:
         """As `Checkpoint.order_of`."""
@@ -141,14 +142,15 @@ class MadeTensor:
     source: str | None
     order: Tensor | None = None
 
+    @abstractmethod
     def read(self, checkpoint: Checkpoint) -> Tensor:
-        raise NotImplementedError
+        """The tensor, newly made."""
 
     def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
         return self.read(checkpoint)[row]
 
     def blocks(self, checkpoint: Checkpoint) -> Tensor:
-        raise NotImplementedError
+        raise TypeError(f"tensor {self.entry.name!r} is not in blocks")
 
 
 def made_checkpoint(checkpoint: Checkpoint, made: Iterable[MadeTensor], gone: Collection[str]) -> Checkpoint:

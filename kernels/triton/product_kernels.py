@@ -1,7 +1,7 @@
 """The one loop that all projections share, on the device: rows times a tile of weights, with the RMS norm folded in.
 
 The sum of squares is gathered while the row passes by, and the scale is applied to the finished sums, so a norm costs
-no launch of its own. A single row is multiplied and summed without tensor cores, whose tiles would stay empty.
+no launch. A single row is multiplied and summed without tensor cores, whose tiles would stay empty.
 
 What a tile of weights holds follows from its pointer: int8 or e4m3 values (`ByteWeight`), uint8 pairs of 4-bit values
 (`Int4Weight`), or floats. The scale of an output's bytes meets the finished sum (`SCALES_STRIDE` is 1), that of a group

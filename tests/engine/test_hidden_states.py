@@ -422,7 +422,7 @@ def test_an_engine_on_a_thread_gives_them(tiny: TinyLlama, native_library: None)
 
 
 def test_an_engine_in_another_process_refuses_both(native: Engine) -> None:
-    pytest.importorskip("msgspec", reason="an engine in a process of its own needs the extra serve")
+    pytest.importorskip("msgspec", reason="an engine in another process needs the extra serve")
     from d3engine.async_engine.engine_process import ProcessFront
     from d3engine.async_engine.process_main import _ready
 

@@ -1,4 +1,4 @@
-"""The threads that nobody asked for by number, and memory, are no more than the process may use."""
+"""The threads that are not asked for by number, and memory, are no more than the process may use."""
 
 import os
 from collections.abc import Callable, Iterator

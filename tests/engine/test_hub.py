@@ -1,6 +1,6 @@
 """A model by its name on the Hugging Face hub: what is fetched, what is taken from the cache, and what is refused.
 The real huggingface_hub talks to a server of our own. It reads its settings from the environment when it is imported:
-they are set there, or a process of its own has them."""
+they are set there, or another process has them."""
 
 import json
 import os

@@ -40,7 +40,7 @@ Full = Callable[[list[list[int]], list[SamplingParams]], list[CompletionOutput]]
 
 @pytest.fixture(scope="module")
 def full(make_engine: MakeEngine) -> Full:
-    """The answers of full depth, by an engine of its own."""
+    """The answers of full depth, by another engine."""
     engine = make_engine(max_num_seqs=32)
 
     def answers(prompts: list[list[int]], params: list[SamplingParams]) -> list[CompletionOutput]:

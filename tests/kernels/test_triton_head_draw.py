@@ -34,7 +34,7 @@ def test_the_heads_draw_is_the_draw_of_its_logits(
     draws, steps = rows_like([0.7, 0.0, 1.0, 4.0, 0.2] * 9, device, step=11)
     numbers = [one[:rows] for one in (draws.temperature, draws.seeds, draws.indices, steps)]
     logits, asked = kernels.lm_head(*given), SamplingRows(*numbers[:3])
-    for first in (36, 0):  # a part of a head draws with the noise of its own tokens
+    for first in (36, 0):  # a part of a head draws with its tokens' noise
         expected = reference.sample(logits, asked, numbers[3], first_token=first)
         assert_same_choice(kernels.lm_head_sample(*given, *numbers, first_token=first), expected)
     live = max(1, rows - 2)

@@ -232,7 +232,7 @@ def test_run_ends_where_rows_leave_their_order() -> None:
     assert found() == (4, SamplingMode.PENALISE, True)
     table.choice[1] = REPORT
     assert found() is None
-    for logits, most in ((0, 1), (3, 3), (100, 4)):  # of so many rows of logits in one run
+    for logits, most in ((0, 1), (3, 3), (100, 4)):  # rows of logits in one run
         assert found(16, REPORT, logits) == (most, REPORT, most > 1)
     table.choice[0] = REPORT
     assert found(16, REPORT, 3) == (1, REPORT, False), "two rows of logits at each step"

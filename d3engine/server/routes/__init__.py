@@ -1,1 +1,1 @@
-"""One file for each family of routes: what one interface has of its own to read requests, and to write answers."""
+"""One file for each family of routes: how one interface reads requests and writes answers."""
