@@ -90,7 +90,8 @@ export function toJson(conversations, folders) {
 }
 
 /** The conversations of an exported file, and the folders that are new. A conversation that has the id of one of `known`
- * with other contents becomes a copy; a folder that has the id or the name of one of `knownFolders` is that one. */
+ * is that one if only its folder differs, and otherwise becomes a copy; a folder that has the id or the name of one of
+ * `knownFolders` is that one. */
 export function fromJson(text, known, knownFolders) {
   let file;
   try {
@@ -115,12 +116,13 @@ export function fromJson(text, known, knownFolders) {
     if (!isConversation(one)) throw new Error(`Conversation ${number + 1} of the file is damaged; none was imported.`);
     const placed = one.folder ? { ...one, folder: places.get(one.folder) ?? null } : one;
     const same = known.find(({ id }) => id === placed.id);
-    const isOther = same && JSON.stringify(same) !== JSON.stringify(placed);
-    return isOther ? { ...placed, id: newId(), title: `${placed.title} (imported)` } : placed;
+    if (!same) return placed;
+    return contentsOf(same) === contentsOf(placed) ? same : { ...placed, id: newId(), title: `${placed.title} (imported)` };
   });
   return { conversations, folders };
 }
 
+const contentsOf = ({ folder, ...others }) => JSON.stringify(others);
 const isText = (value) => typeof value === "string";
 const isNumber = (value) => Number.isFinite(value);
 const areAll = (values, check) => Array.isArray(values) && values.every(check);

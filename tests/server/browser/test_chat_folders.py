@@ -183,6 +183,19 @@ def test_folders_are_exported_and_imported(
     assert folders(other) == {"Empty": [], "Work": ["One"], "": ["Two"]}
 
 
+def test_import_leaves_a_moved_conversation_in_its_folder(list_of_two: Any, tmp_path: Path) -> None:
+    """A conversation that was moved since its export is no other one, and no copy of it is made."""
+    page = list_of_two
+    with page.expect_download() as begun:
+        page.click("#export-all")
+    begun.value.save_as(tmp_path / "all.json")
+    add_folder(page, "Work")
+    move(page, "One", "Work")
+    page.set_input_files("#choose-import", tmp_path / "all.json")
+    page.wait_for_selector("#status:has-text('2 imported.')", state="attached")
+    assert folders(page) == {"Work": ["One"], "": ["Two"]}
+
+
 def test_folder_of_one_tab_is_shown_by_another(list_of_two: Any, scripted: Scripted) -> None:
     """Another tab shows folders, moves and deletions at once."""
     page = list_of_two
