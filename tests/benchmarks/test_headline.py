@@ -1,11 +1,11 @@
-"""The README's chart and its caption have the committed figures, and no other."""
+"""The README's chart, its caption and the figure of room have the committed figures, and no other."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import headline
+from benchmarks import headline, room
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +21,13 @@ def test_the_chart_is_drawn_without_a_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     headline.plot(tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_room_is_drawn_for_every_run_of_layers(tmp_path: Path) -> None:
+    """Each committed run has a line, and D3's window never keeps more tokens than the best one."""
+    pytest.importorskip("matplotlib")
+    assert set(room.MODELS) == {path.stem for path in room.RESULTS.glob("layers-*.json")}
+    for run in room.MODELS:
+        assert all(0 < usual <= best < 100 for best, usual in room.agreement(run).values())
+    room.plot(tmp_path / "room.png")
+    assert (tmp_path / "room.png").read_bytes().startswith(b"\x89PNG")
