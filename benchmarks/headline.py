@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import plot_main
 from d3engine.research.plots import BLUE, GREY, new_figure, save_figure
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,12 +57,7 @@ def plot(path: Path) -> None:
     save_figure(figure, path)
 
 
-def main() -> None:
-    """Draw the chart."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", type=Path, required=True, help="the PNG file to draw")
-    plot(parser.parse_args().plot)
-
+main = plot_main("headline", __doc__, plot)
 
 if __name__ == "__main__":
     main()

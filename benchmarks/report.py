@@ -124,6 +124,17 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
+def plot_main(name: str, doc: str | None, plot: Callable[[Path], None]) -> Callable[[], None]:
+    """`main` of a command that draws committed figures to --plot."""
+
+    def main() -> None:
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
+        parser.add_argument("--plot", metavar="FILE", type=Path, required=True, help="the PNG file to draw")
+        plot(parser.parse_args().plot)
+
+    return main
+
+
 def main_of(
     name: str,
     doc: str | None,

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from benchmarks.report import plot_main
 from d3engine.research.plots import BLUE, GREEN, ORANGE, new_figure, save_figure
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,12 +57,7 @@ def plot(path: Path) -> None:
     save_figure(figure, path)
 
 
-def main() -> None:
-    """Draw the figure."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.room", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", type=Path, required=True, help="the PNG file to draw")
-    plot(parser.parse_args().plot)
-
+main = plot_main("room", __doc__, plot)
 
 if __name__ == "__main__":
     main()
