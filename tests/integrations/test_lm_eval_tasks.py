@@ -123,7 +123,7 @@ def test_without_the_data_of_a_task_one_line_says_what_to_do(tmp_path: Path) -> 
     assert "--include-path" in line
 
 
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 """Where nothing listens."""
 
 
@@ -131,7 +131,7 @@ NOBODY = "http://127.0.0.1:9"
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, endpoint in ((constants, "ENDPOINT"), (datasets.config, "HF_ENDPOINT")):
         monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(settings, endpoint, NOBODY)
+        monkeypatch.setattr(settings, endpoint, UNREACHABLE)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
 
 
@@ -145,7 +145,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path, monk
     assert result.exit_code == 2
     assert not waits
     (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
-    assert line.startswith(f"error: the data of own_words cannot be loaded ({NOBODY} cannot be reached: ")
+    assert line.startswith(f"error: the data of own_words cannot be loaded ({UNREACHABLE} cannot be reached: ")
     assert "--data DIR reads gsm8k and bbh from files in a folder" in line
 
 

@@ -80,8 +80,8 @@ class AccessGuard:
             given = [value for name, value in scope["headers"] if name == b"host"]
             if len(given) != 1 or name_of(given[0].decode("latin-1")) not in self._hosts:
                 message = (
-                    "This server does not answer to the host of this request; whoever runs it may name further hosts"
-                    " by --allowed-hosts."
+                    "This server does not answer to the host of this request; its operator may name further hosts by"
+                    " --allowed-hosts."
                 )
                 raise RequestError(421, message, code="host_not_allowed")
         if scope["path"] in self._open_paths:
