@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.report import Parser, option, print_table, ratios, settings_of, spread, summary, write_json
+from benchmarks.report import Parser, option, print_table, ratios, settings_of, spread, summary, tell, write_json
 from benchmarks.systems import PROMPT_TOKENS, decay_for, in_rounds, model_at, prompts_for, weights_of
 from benchmarks.timed_engine import EagerPeer, TimedEngine
 from benchmarks.torch_peers import DTYPES, TorchPeer
@@ -293,7 +293,7 @@ class Model:
             }
         if EAGER in wanted:
             sizes = {"threads": settings.threads, "rows": rows, "length": length}
-            found[EAGER] = EagerPeer(self.directory, self.weights[kind], enforce_eager=True, **sizes)
+            found[EAGER] = EagerPeer(self.directory, self.weights[kind], **sizes)
         return found
 
 
@@ -399,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.json:
             write_json(report | where, given.json)
 
-    parser.publish(measure(settings, keep), show, width=150)
+    tell(measure(settings, keep) | where, show, width=150, file=given.json)
     return 0
 
 

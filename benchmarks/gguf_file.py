@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = json.loads(words[1])
         print(json.dumps(_SYSTEMS[given["system"]](Settings(**given["settings"]))))
         return 0
-    from benchmarks.random_gguf import SHAPES, write_random  # with torch, whose memory would count as llama.cpp's
+    from benchmarks.random_gguf import SHAPES, write_random  # whose libraries' memory would count as llama.cpp's
 
     parser = Parser("gguf_file", __doc__, words, Settings)
     parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")

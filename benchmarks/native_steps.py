@@ -192,7 +192,7 @@ def _nbytes(weight: Weight) -> int:
 
 def _random_pool(blocks: int, sizes: Sizes, kv_cache_dtype: str) -> KVPool:
     shape = (blocks, 2, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+    entries = torch.randn(shape)
     if kv_cache_dtype == "float32":
-        return torch.randn(shape)
-    values = torch.randint(127, shape, dtype=torch.uint8).view(FP8)  # 127 would be no number
-    return Fp8Pool(values, torch.full((blocks, 2, sizes.kv_heads, BLOCK_SIZE), 1e-2))
+        return entries
+    return Fp8Pool(entries.to(FP8), torch.full((blocks, 2, sizes.kv_heads, BLOCK_SIZE), 1e-2))

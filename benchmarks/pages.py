@@ -224,8 +224,8 @@ DRAFTERS = {"none again": "nothing, again", "auto": "", "draft": "", "lookup": "
 
 TITLES = ("weights", "tokens", "drafts by", "tokens/s without")
 KINDS = ("code", "problems", "edits", "chats")
-TARGETS, UNNAMED = {"bf16": "bfloat16", "int8": "int8"}, "Q4_K_M"
-"""Weights by the end of a target's name."""
+TARGETS = {"coder-1.5b": "Q4_K_M", "q4_k_m.gguf": "Q4_K_M", "int8": "int8", "bf16": "bfloat16"}
+"""Weights by the end of a target's name, the fewest bits first."""
 
 
 def speculation() -> Iterator[str]:
@@ -265,13 +265,13 @@ def gains(runs: Sequence[Report]) -> Iterator[str]:
 
 def _place_of(found: Report) -> tuple[Any, ...]:
     settings = found["settings"]
-    weights = [*TARGETS.values(), UNNAMED].index(_weights_of(settings))
-    return max(settings["batches"]), -weights, min(settings["temperatures"]), -settings["tokens"]
+    weights = list(TARGETS.values()).index(_weights_of(settings))
+    return max(settings["batches"]), weights, min(settings["temperatures"]), -settings["tokens"]
 
 
 def _weights_of(settings: Report) -> str:
     """Those of the target, which its name has at its end."""
-    return next((weights for end, weights in TARGETS.items() if settings["model"].endswith(end)), UNNAMED)
+    return next(weights for end, weights in TARGETS.items() if settings["model"].endswith(end))
 
 
 def _best_peer(cells: Mapping[tuple[str, float, int, str], Report]) -> list[str]:

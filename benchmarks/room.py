@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.report import plot_main
+from d3engine.depth import D3
 from d3engine.research.plots import BLUE, GREEN, ORANGE, new_figure, save_figure
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,7 +34,7 @@ def agreement(run: str) -> dict[int, tuple[float, float]]:
     by_width: dict[int, tuple[float, float]] = {}
     for width in sorted({one["layers_skipped"] for one in windows}):
         same = {one["first_layer"]: 100 * one["same_first_choice"] for one in windows if one["layers_skipped"] == width}
-        by_width[width] = max(same.values()), same[found["num_layers"] * 4 // 5]
+        by_width[width] = max(same.values()), same[D3(0.9, 0.8).first_layer(found["num_layers"])]
     return by_width
 
 
@@ -48,7 +49,7 @@ def plot(path: Path) -> None:
         axes.plot(list(found), usual, color=colour, marker=marker, linestyle=":", fillstyle="none")
     axes.plot([], [], color="grey", label="the best window")
     axes.plot([], [], color="grey", linestyle=":", label="D3's, start 0.8")
-    axes.set_xticks(list(found))
+    axes.set_xticks(list(agreement(next(iter(MODELS)))))
     axes.set_xlabel("layers skipped from the second token on")
     axes.set_ylabel("same likeliest token, %")
     axes.set_ylim(0, 100)

@@ -123,6 +123,7 @@ def in_rounds(turns: dict[str, Callable[[], dict[str, float]]], repeats: int, ba
     figures: dict[str, dict[str, list[float]]] = {system: {} for system in turns}
     for number in range(repeats + 1):
         for system, turn in turns.items():
+            bar.set_description(system)
             rest()
             found = turn()
             for name, value in found.items() if number else ():

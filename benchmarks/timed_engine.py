@@ -106,10 +106,14 @@ class TimedEngine:
         self.engine.close()
 
 
-class EagerPeer(TimedEngine):
+class EagerPeer:
     """The engine without the native library, by PyTorch's operations: what a machine without a compiler has."""
 
-    def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:  # type: ignore[override]
+    def __init__(self, directory: Path, weights: LlamaWeights, *, threads: int, rows: int, length: int) -> None:
+        self._timed = TimedEngine(directory, weights, threads=threads, rows=rows, length=length, enforce_eager=True)
+        self.close = self._timed.close
+
+    def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
         """Seconds of the prompt pass, and seconds per step of the `tokens` - 1 steps after it."""
-        turn = super().answer(prompts, tokens, FullDepth())
+        turn = self._timed.answer(prompts, tokens, FullDepth())
         return turn.prompt_seconds, turn.seconds_per_step if turn.steps else 0.0

@@ -284,10 +284,11 @@ class Batch:
     def by_policy(self, policy: DepthPolicy) -> dict[str, Any]:
         """Median seconds of a decode step under one policy, and the bytes that it must move on average."""
         model, setting = self.model, self.setting
+        prompt_s = self.prompt_s  # the prompt's pass comes first
         seconds = self.calls([policy] * setting.batch)
         expected = policy.schedule(model.config.num_layers).depths(setting.tokens).tolist()
         places = range(1, setting.tokens)
-        step_s = (statistics.median(seconds) - self.prompt_s) / len(places)
+        step_s = (statistics.median(seconds) - prompt_s) / len(places)
         moved = sum(step_bytes(model, setting.batch, setting.context + i, expected[i]) for i in places) / len(places)
         return {
             "policy": policy.describe(),

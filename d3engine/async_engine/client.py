@@ -191,6 +191,8 @@ class Answer(_Reading):
 
 def check_alone(params: object, request_id: object, priority: object, lora_request: object) -> None:
     """Refuse what would stand beside a prepared request, which has all of it."""
+    if params is None and request_id is None and priority == 0 and lora_request is None:
+        return
     given = ("params", params, None), ("request_id", request_id, None), ("priority", priority, 0)
     for name, value, default in (*given, ("lora_request", lora_request, None)):
         require(value == default, name, value, f"{default} beside a prepared request, which has its own")

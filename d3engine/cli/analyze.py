@@ -112,8 +112,8 @@ def kinds(options: AnalysisOptions, depth: Depth) -> None:
     with counting("kinds", "answer", len(seen.answered)) as done:
         words = policy_in_words(policy)
         result = measure_by_kind(seen.observer, known, seen.answered, schedule, words, decoded, done)
-    words = "what kinds of tokens need, and what they lose"
-    options.present(result, plot_kinds, words, lambda: map(result.table, SIDES))
+    title = "what kinds of tokens need, and what they lose"
+    options.present(result, plot_kinds, title, lambda: map(result.table, SIDES))
 
 
 @analysis(app, limit=100)

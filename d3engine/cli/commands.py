@@ -417,12 +417,24 @@ def new_app(*, cls: type[Group] = Group, **settings: Any) -> App:
 
 
 COMMANDS = {
-    name: f"d3engine.cli.{name}"
-    for name in (
-        *("generate", "chat", "serve", "batch", "schedule", "plan", "eval", "calibrate", "bridge", "depth", "analyze"),
-        *("paper", "weights", "models", "verify", "speculate", "integrations"),
-    )
-} | {"depth": "d3engine.cli.depth_train"}
+    "generate": "d3engine.cli.generate",
+    "chat": "d3engine.cli.chat",
+    "serve": "d3engine.cli.serve",
+    "batch": "d3engine.cli.batch",
+    "schedule": "d3engine.cli.schedule",
+    "plan": "d3engine.cli.plan",
+    "eval": "d3engine.cli.eval",
+    "calibrate": "d3engine.cli.calibrate",
+    "bridge": "d3engine.cli.bridge",
+    "depth": "d3engine.cli.depth_train",
+    "analyze": "d3engine.cli.analyze",
+    "paper": "d3engine.cli.paper",
+    "weights": "d3engine.cli.weights",
+    "models": "d3engine.cli.models",
+    "verify": "d3engine.cli.verify",
+    "speculate": "d3engine.cli.speculate",
+    "integrations": "d3engine.cli.integrations",
+}
 """Command -> module; the module's `app`, made by `new_app`, holds the command or its subcommands."""
 
 

@@ -231,11 +231,16 @@ def takes_options(
     return with_options
 
 
-takes_samples = partial(takes_options, name="sampling", table=SAMPLES, panel="Sampling")
+_takes_sampling = partial(takes_options, name="sampling", panel="Sampling")
+
+takes_samples = partial(_takes_sampling, table=SAMPLES)
 """For one or several answers per prompt, with `--n` and the options of forms."""
 
-takes_chat_sampling = partial(takes_options, name="sampling", table=CHAT_SAMPLING, panel="Sampling")
-takes_task_sampling = partial(takes_options, name="sampling", table=TASK_SAMPLING, panel="Sampling")
+takes_chat_sampling = partial(_takes_sampling, table=CHAT_SAMPLING)
+"""For one answer of a conversation."""
+
+takes_task_sampling = partial(_takes_sampling, table=TASK_SAMPLING)
+"""For answers to a task's questions."""
 
 
 def model_directory(model: str, advice: str = "") -> Path:

@@ -69,7 +69,7 @@ class Proxy:
         api_keys: Iterable[str] = (),
         metrics_keys: Iterable[str] = (),
     ) -> None:
-        self._keys = AccessGuard(self, api_keys, metrics_keys)
+        self._guard = AccessGuard(self, api_keys, metrics_keys)
         self._ask = ask
         self._ask_all = ask_all
         self._max_body_bytes = max_body_bytes
@@ -78,7 +78,7 @@ class Proxy:
         request = _forwarded(scope)
         response = _ClientResponse(send, request["path"])
         try:
-            self._keys.check(request)
+            self._guard.check(request)
             body = await _read(receive, self._max_body_bytes + 1)
             if request["path"] == METRICS_PATH:
                 await response.write(_merged_metrics(await self._ask_all(request, body)))

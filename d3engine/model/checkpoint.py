@@ -144,7 +144,7 @@ class MadeTensor:
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint) -> Tensor:
-        """The tensor, newly made."""
+        """The tensor."""
 
     def row(self, checkpoint: Checkpoint, row: int) -> Tensor:
         return self.read(checkpoint)[row]
@@ -176,10 +176,10 @@ class _MadeTensors(TensorFile):
         return self.checkpoint.read(entry.name)[row] if made is None else made.row(self.checkpoint, row)
 
     def blocks(self, name: str) -> Tensor:
-        return self.made[name].blocks(self.checkpoint)
+        return self.made[name].blocks(self.checkpoint) if name in self.made else self.checkpoint.read_blocks(name)
 
     def order(self, name: str) -> Tensor | None:
-        return self.made[name].order if name in self.made else None
+        return self.made[name].order if name in self.made else self.checkpoint.order_of(name)
 
     def give_back(self, name: str) -> None:
         source = self.made[name].source if name in self.made else name
@@ -347,7 +347,7 @@ class MappedFile(TensorFile):
     """One file with a valid header, mapped into memory as long as one of its tensors is in use."""
 
     # Pages of a mapped file are no memory of the process. A tensor that is used as stored is never copied; after a copy
-    # `give_back` releases the pages, so that at most one tensor is in memory twice.
+    # `give_back` releases the pages, so that a thread that loads has at most one tensor in memory twice.
 
     def __init__(self, file: Path, opened: BinaryIO, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Map `opened`, the open `file`. Writes to its tensors stay in this process and never reach the file.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -337,6 +338,7 @@ class GGUFTensors(TensorFile):
         self._heads = heads
         self._norm_offset = norm_offset
         self._maps: dict[Path, MappedFile] = {}
+        self._mapping = threading.Lock()  # layers are read at once
 
     def entries(self) -> Iterator[TensorEntry]:
         """The entries; raises `ModelFormatError` for rows that are not whole heads."""
@@ -380,12 +382,13 @@ class GGUFTensors(TensorFile):
             self._maps[tensor.path].give_back(tensor.name)
 
     def _mapped(self, path: Path) -> MappedFile:
-        if path not in self._maps:
-            tensors = [tensor for tensor in self._file.tensors.values() if tensor.path == path]
-            ranges = {tensor.name: (tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors}
-            with of_a_model(), self._file.opened(path) as file:
-                self._maps[path] = MappedFile(path, file, ranges)
-        return self._maps[path]
+        with self._mapping:
+            if path not in self._maps:
+                tensors = [tensor for tensor in self._file.tensors.values() if tensor.path == path]
+                ranges = {tensor.name: (tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors}
+                with of_a_model(), self._file.opened(path) as file:
+                    self._maps[path] = MappedFile(path, file, ranges)
+            return self._maps[path]
 
     def _num_heads(self, name: str) -> int | None:
         """The number of heads whose rows are in llama.cpp's order; None for other tensors."""

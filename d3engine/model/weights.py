@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -246,20 +247,17 @@ class _Loader:
     def load(self) -> LlamaWeights:
         config, names, multipliers = self.config, self.config.tensor_names, self.config.multipliers
         is_tied = config.tie_word_embeddings
-        # Reading, checking and laying out a matrix keeps one core busy; more threads would hold more tensors twice.
-        threads = min(torch.get_num_threads(), _LOADING_THREADS) if self.device.type == "cpu" else 1
-        with ThreadPoolExecutor(threads) as pool:
-            table = pool.submit(self._embedding, names.embedding, multipliers.on_embedding)
-            head = None if is_tied else pool.submit(self._matrix, {"lm_head": None}, config.hidden_size)
-            layers = tuple(pool.map(self._layer, map(names.layer, range(config.num_layers))))
-            embedding = table.result()
-            lm_head = self._held(embedding, [names.embedding]) if head is None else head.result()
+        table = partial(self._embedding, names.embedding, multipliers.on_embedding)
+        head = partial(self._matrix, {"lm_head": None}, config.hidden_size)
+        layers = [partial(self._layer, names.layer(index)) for index in range(config.num_layers)]
+        embedding, *made = _at_once([table, *([] if is_tied else [head]), *layers], self.device)
+        lm_head = self._held(embedding, [names.embedding]) if is_tied else made.pop(0)
         on_norm = multipliers.on_final_norm(is_tied)
         if on_norm == 1.0:
             final_norm = self._norm({names.final_norm: None})
         else:
             final_norm = self._vector_or_table(names.final_norm, on_norm, self.dtype)
-        return LlamaWeights(embedding, layers, final_norm, lm_head)
+        return LlamaWeights(embedding, tuple(made), final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
         config, biases, names = self.config, self.config.biases, self.config.tensor_names
@@ -443,6 +441,15 @@ _Modules: TypeAlias = Mapping[str, list[_Rows] | None]
 """Modules or tensors to stack, from top to bottom; None: all rows as stored."""
 
 _LOADING_THREADS = 4
+"""Layers that are loaded at once at most: each holds a tensor twice for a while."""
+
+
+def _at_once(parts: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
+    """What these parts of a model's weights are; on a CPU several are made at once."""
+    if device.type != "cpu":  # the current device and stream are a thread's own
+        return [part() for part in parts]
+    with ThreadPoolExecutor(min(torch.get_num_threads(), _LOADING_THREADS)) as pool:
+        return list(pool.map(lambda part: part(), parts))
 
 
 def _with(suffix: str, modules: _Modules) -> _Modules:

@@ -96,6 +96,7 @@ def error_body(error: RequestError) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of a stream of OpenAI's."""
 
 
 def failed_events(error: RequestError) -> bytes:

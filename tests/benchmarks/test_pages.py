@@ -74,7 +74,7 @@ def cell(system: str, temperature: float, batch: int, kind: str, rate: float, eq
 
 def test_drafts_of_any_target_make_a_table() -> None:
     """Two temperatures and batches, the peer's best length, and kinds that the run did not have."""
-    settings = {"model": "target.gguf", "draft": "small-7b.gguf", "systems": ["none", "lookup, auto", "draft"]}
+    settings = {"model": "target-q4_k_m.gguf", "draft": "small-7b.gguf", "systems": ["none", "lookup, auto", "draft"]}
     settings |= {"temperatures": [0.0, 0.5], "batches": [1, 4], "threads": 3, "tokens": 99}
     cells = [
         cell(system, temperature, batch, kind, rate, equal)
@@ -104,7 +104,7 @@ def test_speculation_has_weights_in_the_order_of_their_bits() -> None:
     settings = {"draft": "small", "systems": ["none", "auto"], "temperatures": [0.0], "tokens": 9}
     runs = [
         {"settings": settings | {"model": f"target{end}", "batches": [batch]}, "arguments": {}, "cells": cells}
-        for end, batch in (("-bf16", 1), ("", 4), ("-int8", 1), ("", 1))
+        for end, batch in (("-bf16", 1), ("-coder-1.5b", 4), ("-int8", 1), ("-coder-1.5b", 1))
     ]
     lines = [line.split(" | ") for line in pages.gains(runs)][3:7]
     assert [line[0] for line in lines] == ["| Q4_K_M", "| int8", "| bfloat16", "| Q4_K_M"]

@@ -144,16 +144,20 @@ def _ask(
     answers = [
         Answer(
             text=output.outputs[0].text,
-            work=replace(work, narrower=engine.bridges.students_save(params.depth, work.tokens)),
+            work=_narrower(engine, params.depth, work_of(output, params.depth, engine.config.num_layers)),
             cut_off=output.outputs[0].finish_reason == "length",
             prompt_tokens=len(output.prompt_token_ids),
             cached_tokens=output.num_cached_tokens or 0,
             seconds=seconds / len(outputs),
         )
         for output in outputs
-        for work in [work_of(output, params.depth, engine.config.num_layers)]
     ]
     return answers if found is None else [replace(answers[0], cached_tokens=found), *answers[1:]]
+
+
+def _narrower(engine: Engine, policy: DepthPolicy, work: Work) -> Work:
+    """The work of one answer, with what the students of its steps saved."""
+    return replace(work, narrower=engine.bridges.students_save(policy, work.tokens))
 
 
 def _complete(

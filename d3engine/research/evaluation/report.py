@@ -217,6 +217,11 @@ def cost_table(title: str, titles: Sequence[str], costs: Sequence[Cost]) -> Tabl
     return Table(title, ("depth", *headings), rows, _cost_notes(costs))
 
 
+_TIME_COLUMNS: Sequence[tuple[str, Callable[[Cost], str]]] = (
+    ("wall clock", lambda cost: f"{cost.seconds:.1f} s"),
+    ("tokens/s", lambda cost: f"{cost.tokens_per_second:.1f}"),
+)
+
 _COST_COLUMNS: Sequence[tuple[str, Callable[[Cost], str]]] = (
     ("layers of {}, realised", lambda cost: layers(cost.realised_mean_layers if cost.tokens else None)),
     ("with bridges", lambda cost: layers(cost.realised_layers_with_bridges if cost.tokens else None)),
@@ -225,8 +230,7 @@ _COST_COLUMNS: Sequence[tuple[str, Callable[[Cost], str]]] = (
     ("nominal", lambda cost: ratio(cost.nominal_flops_ratio)),
     ("tokens", lambda cost: f"{cost.tokens}"),
     ("cut off", lambda cost: f"{cost.unfinished}"),
-    ("wall clock", lambda cost: f"{cost.seconds:.1f} s"),
-    ("tokens/s", lambda cost: f"{cost.tokens_per_second:.1f}"),
+    *_TIME_COLUMNS,
 )
 
 
@@ -279,7 +283,7 @@ def side_by_side(results: Sequence[Result]) -> Table:
         ("FLOPs ratio", lambda score: ratio(score.nominal_flops_ratio)),
         ("mean layers, realised", lambda score: layers(score.realised_mean_layers)),
         ("FLOPs ratio", lambda score: ratio(score.realised_flops_ratio)),
-        *_COST_COLUMNS[-2:],
+        *_TIME_COLUMNS,
     )
     rows = [
         (result.benchmark.name, title, *(cell(score) for _, cell in columns))

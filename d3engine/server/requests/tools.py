@@ -207,7 +207,8 @@ def thinking_variables(enabled: bool | None, effort: str | None, style: ChatStyl
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request's tools come to: functions as the template gets them, without `strict`, and how they are called.
+    """What a request's tools come to: the functions `shown` to the template, without `strict`, and how an answer calls
+    them; None: it is shown none, and the answer is text.
 
     `ignored` are the fields that change nothing, for the header that names them.
     """

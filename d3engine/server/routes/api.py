@@ -44,7 +44,7 @@ class Route(routing.Route):
         has_error_events: whether an error may be one more of them.
         ends_with_done: whether "[DONE]" comes after them.
         unwell: the body of a 503 where that is no error but the answer.
-        loads: whether it is forbidden unless the server's owner allows it.
+        loads: whether it is forbidden unless the server's owner allows it; it goes on where its client leaves.
         queries: name of a query parameter -> what its schema says beyond being a text.
     """
 
@@ -72,7 +72,7 @@ class Route(routing.Route):
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             request = Request(scope, receive, send)
-            # What changes the server is not ended half way, and what has no body takes no time.
+            # What changes the server is not ended half way; what has no body is not worth watching.
             work = endpoint(request)
             response = await (work if body is None or loads else while_connected(request, work))
             await response(scope, receive, send)
