@@ -1,4 +1,4 @@
-"""What activations of 8 bits cost a GGUF file's model: KL divergence, agreement and perplexity beside float32 ones.
+"""What rounded activations cost a model: KL divergence, agreement and perplexity beside float32 ones.
 
 The texts are its own answers in chats, each read as a prompt: a row has the same bits as in an answer.
 """
@@ -19,9 +19,10 @@ from d3engine import Engine
 
 @dataclass(frozen=True)
 class Settings:
-    """Which GGUF file, how many of its own answers in chats, and how many tokens of each at most."""
+    """Which model, how many of its own answers in chats, and how many tokens of each at most."""
 
-    model: str = option(help="a GGUF file with quantized matrices")
+    model: str = option(help="a GGUF file with quantized matrices, or with bfloat16 activations a model of such")
+    activations: str = option("int8", choices=("int8", "bfloat16"))
     chats: int = option(64, "the model's own answers")
     text_tokens: int = option(64, "judged of each at most")
     threads: int = option(2)
@@ -36,11 +37,11 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
     with (
         Engine(settings.model, activations="float32", **options) as exact,
-        Engine(settings.model, activations="int8", **options) as rounded,
+        Engine(settings.model, activations=settings.activations, **options) as rounded,
     ):
         texts = chat_texts(exact, settings.chats, settings.text_tokens)
-        own, sums = judged(texts, exact, {"int8": rounded})
-    found = figures(sums["int8"], own, np.ones(len(texts), bool))
+        own, sums = judged(texts, exact, {"rounded": rounded})
+    found = figures(sums["rounded"], own, np.ones(len(texts), bool))
     kept = asdict(settings) | {"model": settings.model.rpartition("/")[2], "resamples": RESAMPLES}
     return {"benchmark": "activations", "settings": kept, "figures": found}
 
@@ -48,7 +49,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the figures."""
     settings = report["settings"]
-    title = f"{settings['model']}: activations of 8 bits beside float32 ones, {settings['chats']} chats"
+    title = f"{settings['model']}: {settings['activations']} activations beside float32 ones, {settings['chats']} chats"
     row = report["figures"]
     columns = ("positions", "KL, nats", "same token", "loss, nats", "perplexity")
     print_table(console, columns, [(str(row["positions"]), *figures_in_words(row), f"{row['perplexity']:.4f}")], title)

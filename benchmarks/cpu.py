@@ -55,6 +55,7 @@ class Settings:
     tokens: int = option(64, "new tokens per prompt")
     repeats: int = option(5, "rounds")
     threads: int = option(2)
+    activations: str = option("auto", "of ours")
     processor_time: bool = option(
         False, "in place of wall time, where others use the machine; takes --threads 1 and --peers alone"
     )
@@ -268,6 +269,7 @@ class Model:
             rows=rows,
             length=length,
             clock=settings.clock,
+            activations=settings.activations,
         )
 
     def peers(

@@ -51,6 +51,7 @@ class TimedEngine:
         length: int,
         clock: Callable[[], float] = time.perf_counter,
         enforce_eager: bool = False,
+        activations: str = "auto",
     ) -> None:
         self.engine = Engine(
             directory,
@@ -64,6 +65,7 @@ class TimedEngine:
             skip_tokenizer_init=True,
             num_threads=threads,
             enforce_eager=enforce_eager,
+            activations=activations,
         )
         self._clock, self._turn = clock, Turn()
         executor = self.engine.executor

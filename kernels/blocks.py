@@ -55,7 +55,7 @@ BLOCK_FORMATS = {
 """By ggml's names of the types, then by our own; in the order of the native library's kinds (`types.h`)."""
 
 BLOCK_TYPES = tuple(BLOCK_FORMATS)
-_FIRST_KIND = 10
+_FIRST_KIND = 11
 INTEGER_TYPES = frozenset(name for name, block in BLOCK_FORMATS.items() if block.bits is not None)
 """Those of published checkpoints in safetensors files."""
 
@@ -248,6 +248,9 @@ class BlockLanesWeight(WeightFormat):
     num_columns: int
     order: Tensor | None = None
     meets_bytes = True
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return in_eight_bits(x, self.order)
 
     @property
     def native_kind(self) -> int:

@@ -16,7 +16,7 @@ from d3engine.kernels.weight_format import WeightFormat
 
 Weight: TypeAlias = Tensor | WeightFormat
 """Floats, or a matrix of one of the formats: `quantized.py`, `interleaved.py`, `blocks.py`, `split_blocks.py` and
-`bf12.py` have them."""
+`bf12.py` and `bfloat16_pairs.py` have them."""
 
 Table: TypeAlias = Tensor | Int8Weight | Int8LanesWeight | BlockWeight | BlockLanesWeight | SplitBlockWeight
 """A matrix [V, K] of which single rows are read: an embedding."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d3engine.kernels import kv_pool
-from d3engine.kernels.blocks import StackedWeight, in_eight_bits
+from d3engine.kernels.blocks import StackedWeight
 from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.kernels.kv_pool import KVPool
 from d3engine.kernels.low_rank import RowMaps, add_maps_
@@ -141,16 +141,15 @@ def _rows_apart(x: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """`x` [T, K] times `weight` [N, K] transposed, plus `bias` [N]: [T, N] in the dtype of `x`.
 
-    A quantized matrix stands for what its `dequantize` gives, and a narrower float one for its values. Blocks in lanes
-    meet `x` rounded to 8 bits. No copy of it in
-    the dtype of `x` is kept: each call makes one again, piece by piece. The scales of rows can wait for the
-    product, but in float16 that could overflow without them.
+    A quantized matrix stands for what its `dequantize` gives, and a narrower float one for its values. Some
+    formats meet `x` rounded. No copy of a matrix in the dtype of `x` is kept: each call makes one again, piece by
+    piece. The scales of rows can wait for the product, but in float16 that could overflow without them.
     """
     if isinstance(weight, StackedWeight):
         out = torch.cat([_linear(x, part, None) for part in weight.parts], dim=1)
         return out if bias is None else out.add_(bias)
-    if isinstance(weight, WeightFormat) and weight.meets_bytes:
-        x = in_eight_bits(x, weight.order)
+    if isinstance(weight, WeightFormat):
+        x = weight.rounded(x)
     x = _rows_apart(x)
     if _is_as_wide(weight, x):
         return F.linear(x, weight, bias)

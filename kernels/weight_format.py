@@ -44,6 +44,10 @@ class WeightFormat(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """What it is made of: values, then scales."""
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """The rows `x` [T, K] as they meet it, in their dtype."""
+        return x
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)

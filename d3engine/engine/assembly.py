@@ -141,8 +141,8 @@ def _log_ready(settings: EngineSettings, num_blocks: int, executor: str) -> None
     config = settings.config
     floats = _in_words(settings.dtype, settings.weight_dtype, settings.device).replace("torch.", "")
     packed = ", packed into 12 bits" if settings.weight_compression == "bf12" else ""
-    eight_bits = ", activations in 8 bits" if settings.activations == "int8" else ""
-    where = f"{config.num_layers} layers, {floats}{packed}{eight_bits}, executor: {executor}"
+    rounded = "" if settings.activations == "float32" else f", activations in {settings.activations}"
+    where = f"{config.num_layers} layers, {floats}{packed}{rounded}, executor: {executor}"
     _log.info("%s: %s; %s", settings.directory, where, policy_in_words(settings.depth))
     size = num_blocks * settings.block_bytes / 2**20
     _log.info("KV cache: %d blocks of %d entries of one layer, %.1f MiB", num_blocks, settings.block_size, size)

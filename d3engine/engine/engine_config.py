@@ -81,9 +81,10 @@ class EngineConfig:
             under float32 activations, with half the bytes. "auto" keeps a file's 16-bit floats, and the
             quantized matrices of a GGUF file or an AWQ, GPTQ or llm-compressor checkpoint, where the native library
             decodes and no `dtype` is named, or where Triton's kernels do.
-        activations: Type of activations for quantized matrices of GGUF, AWQ or GPTQ files on a CPU: "float32" is
-            exact, "int8" has 8 bits and a scale for each 32 values, for x86 processors with AVX2. "auto" is the latter
-            there from a hidden size of 896 on: narrower models lose more by it. "fp8" rounds steps of more than
+        activations: Type of activations in products on a CPU: "float32" is exact. "int8" has 8 bits and a scale for
+            each 32 values, for quantized matrices of GGUF, AWQ or GPTQ files on x86 processors with AVX2. "bfloat16"
+            is for bfloat16 matrices, where a processor has AVX-512 with such products and no AMX. "auto" is one of
+            these two from a hidden size of 896 on: narrower models lose more by it. "fp8" rounds steps of more than
             512 rows, which read prompts, to 8-bit floats with a scale for each row: for models in 8-bit floats with
             such scales, on a GPU of compute capability 8.9 or later.
         weight_compression: "bf12" holds bfloat16 matrices in 12 bits a weight without loss, for the native library on
@@ -138,7 +139,7 @@ class EngineConfig:
     device: str | torch.device = argument("auto", panel="Engine")
     dtype: str | torch.dtype = argument("auto", panel="Engine")
     weight_dtype: str | torch.dtype = argument("auto", panel="Memory", listed=False)
-    activations: str = argument("auto", OneOf("auto", "float32", "int8", "fp8"), panel="Engine")
+    activations: str = argument("auto", OneOf("auto", "float32", "int8", "bfloat16", "fp8"), panel="Engine")
     weight_compression: str = argument("none", OneOf("none", "bf12"), panel="Memory", listed=False)
     max_model_len: int | None = argument(None, Unchecked(int), panel="Memory")
     max_num_seqs: int = argument(64, Integers(1, 4096), panel="Engine")

@@ -25,6 +25,7 @@ from d3engine.executor.interface import Executor
 from d3engine.executor.memory import workspace_bytes
 from d3engine.executor.native import NativeExecutor
 from d3engine.kernels import for_device
+from d3engine.kernels.bfloat16_pairs import in_pairs
 from d3engine.kernels.blocks import blocks_in_lanes
 from d3engine.kernels.interleaved import in_lanes
 from d3engine.kernels.matrices import Weight
@@ -102,6 +103,8 @@ def matrix_form(settings: EngineSettings) -> Callable[[Weight], Weight] | None:
         changes.append(in_lanes)
     if settings.activations == "int8":
         changes.append(blocks_in_lanes)
+    if settings.activations == "bfloat16":
+        changes.append(in_pairs)
     if settings.activations == "fp8":
         check_fp8_products(settings.device, settings.dtype)
         changes.append(partial(for_fp8_rows, dtype=settings.dtype, target=target_of(settings.device)))

@@ -32,7 +32,7 @@ from d3engine.engine.settings import EngineSettings, ExecutorKind
 from d3engine.errors import NOTHING, InvalidValueError, require
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
-from d3engine.kernels.native.library import reads_interleaved_blocks
+from d3engine.kernels.native.library import adds_bfloat16_pairs, reads_interleaved_blocks
 from d3engine.kernels.quantized import has_fp8_products
 from d3engine.kernels.target import target_of
 from d3engine.model.checkpoint import FLOAT_DTYPES, dtype_of
@@ -133,20 +133,30 @@ but 0.003 at SmolLM2's 576 (`benchmarks/results/activations-*.json`).
 """
 
 
-def resolve_activations(activations: str, has_blocks: bool, config: ModelConfig) -> str:
-    """What matrices are multiplied by: "float32", or "int8" where `has_blocks` says that they are in ggml's blocks.
+_MATRICES = {
+    "int8": "a GGUF file, held as it is, on a CPU with AVX2",
+    "bfloat16": "matrices held as bfloat16, on a CPU that has AVX-512 with products of such numbers and no AMX",
+}
+"""What must be there for rounded activations."""
 
-    "auto" is "int8" where the processor multiplies bytes, from a hidden size of `ROUNDED_HIDDEN_SIZE` on; "fp8" is what
-    `check_fp8_rows` judges. Raises `InvalidValueError` for "int8" where matrices are others, or the processor
-    multiplies no bytes.
+
+def resolve_activations(activations: str, *, has_blocks: bool, is_bfloat16: bool, config: ModelConfig) -> str:
+    """What matrices are multiplied by: "float32", or what they and the processor allow.
+
+    That is "int8" where `has_blocks` says that they are in ggml's blocks and the processor multiplies bytes, and
+    "bfloat16" where `is_bfloat16` says that they are held so and it multiplies such numbers. "auto" is that from a
+    hidden size of `ROUNDED_HIDDEN_SIZE` on; "fp8" is what `check_fp8_rows` judges. Raises `InvalidValueError` for what
+    matrices or the processor do not allow.
     """
     if activations == "fp8":
         return activations
-    multiplies = has_blocks and multiplies_bytes()
+    fast = "int8" if has_blocks and multiplies_bytes() else "float32"
+    if is_bfloat16 and not has_blocks and adds_bfloat16_pairs(NATIVE_ISA.read()):
+        fast = "bfloat16"
     if activations == "auto":
-        activations = "int8" if multiplies and config.hidden_size >= ROUNDED_HIDDEN_SIZE else "float32"
-    allowed = "auto or float32 but for a GGUF file, held as it is, on a CPU with AVX2"
-    require(multiplies or activations == "float32", "activations", activations, allowed)
+        return fast if config.hidden_size >= ROUNDED_HIDDEN_SIZE else "float32"
+    allowed = f"auto or float32 but for {_MATRICES.get(activations)}"
+    require(activations in ("float32", fast), "activations", activations, allowed)
     return activations
 
 
@@ -284,6 +294,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
     is_native = executor == "native"
     has_blocks = is_native and is_as_it_lies and files_of(directory).packed_bytes() is not None
+    is_bfloat16 = is_native and weight_dtype == torch.bfloat16 and given.weight_compression == "none"
     is_triton = backend == "triton" or (backend == "auto" and there.type == "cuda")
     splits_blocks = is_triton and given.weight_dtype == "auto" and given.tensor_parallel_size == 1
     resolved: dict[str, Any] = {
@@ -299,7 +310,9 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         "backend": backend,
         "executor": executor,
         "keeps_blocks": (is_native and is_as_it_lies) or splits_blocks,
-        "activations": resolve_activations(given.activations, has_blocks, config),
+        "activations": resolve_activations(
+            given.activations, has_blocks=has_blocks, is_bfloat16=is_bfloat16, config=config
+        ),
         "num_threads": given.num_threads or default_threads(),
         "num_scheduler_steps": resolve_scheduler_steps(given.num_scheduler_steps, executor),
         "num_tokens_ahead": num_tokens_ahead(given.num_scheduler_steps, executor, config),

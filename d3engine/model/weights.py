@@ -342,9 +342,9 @@ class _Loader:
         return split
 
     def _held(self, matrix: Weight, names: Iterable[str]) -> Weight:
-        """A matrix of these tensors in its layout; if that is a new one, the file's pages are released."""
+        """A matrix of these tensors in its layout; if that is in new memory, the file's pages are released."""
         made = matrix if self.form is None else self.form(matrix)
-        if made is not matrix:
+        if made is not matrix and all(tensor is not matrix for tensor in tensors_of(made)):
             for name in names:
                 self.checkpoint.give_back(name)
         return made

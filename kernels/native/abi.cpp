@@ -150,6 +150,10 @@ int64_t d3_interleaved_bytes(int32_t kind, int32_t columns) {
 }
 int32_t d3_isa_reads_interleaved(int32_t isa) { return reads_interleaved(*ALL_KERNELS[isa], D3_INT8X16); }
 int32_t d3_isa_reads_interleaved_blocks(int32_t isa) { return reads_interleaved(*ALL_KERNELS[isa], D3_Q4_0X16); }
+int32_t d3_isa_adds_bfloat16_pairs(int32_t isa) {
+    const auto adds = ALL_KERNELS[isa]->adds_bfloat16_pairs;
+    return adds && adds();
+}
 const char* d3_source_digest() { return D3_SOURCE_DIGEST; }
 
 int32_t d3_create(const D3Model* model, D3Decoder** made) {

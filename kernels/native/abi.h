@@ -14,6 +14,8 @@ D3_EXPORT const char* d3_isa_name(int32_t isa);
 D3_EXPORT int32_t d3_isa_runs_here(int32_t isa);
 D3_EXPORT int32_t d3_isa_reads_interleaved(int32_t isa);  // whether it knows interleaved int8 and int4 matrices
 D3_EXPORT int32_t d3_isa_reads_interleaved_blocks(int32_t isa);
+// Whether this machine multiplies bfloat16 by bfloat16 in one instruction of this set.
+D3_EXPORT int32_t d3_isa_adds_bfloat16_pairs(int32_t isa);
 // The digest of the library's sources.
 D3_EXPORT const char* d3_source_digest();
 

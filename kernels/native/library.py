@@ -363,6 +363,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "d3_isa_runs_here": (c_int, [c_int32]),
     "d3_isa_reads_interleaved": (c_int, [c_int32]),
     "d3_isa_reads_interleaved_blocks": (c_int, [c_int32]),
+    "d3_isa_adds_bfloat16_pairs": (c_int, [c_int32]),
     "d3_read_block_rows": (None, _BLOCKS),
     "d3_interleaved_bytes": (c_int64, [c_int32, c_int32]),
     "d3_interleave_blocks": (None, _BLOCKS),
@@ -421,6 +422,12 @@ def reads_interleaved_blocks(isa: str = "auto") -> bool:
     if isa == "auto":
         return byte_isa() is not None
     return isa in _all_isas() and bool(library().d3_isa_reads_interleaved_blocks(_all_isas().index(isa)))
+
+
+def adds_bfloat16_pairs(isa: str = "auto") -> bool:
+    """Whether an instruction set multiplies bfloat16 numbers by each other; "auto": the best one of this machine."""
+    name = isas_here()[0] if isa == "auto" else isa
+    return name in _all_isas() and bool(library().d3_isa_adds_bfloat16_pairs(_all_isas().index(name)))
 
 
 def read_block_rows(

@@ -14,7 +14,8 @@ enum D3Kind : int32_t {
     D3_FLOAT32 = 0, D3_BFLOAT16 = 1, D3_INT8 = 2, D3_FP8 = 3, D3_FP8_GROUPS = 4, D3_INT4 = 5, D3_BF12 = 6,
     D3_INT4X16 = 7, D3_INT8X16 = 8,  // 16 rows interleaved, see kernels/interleaved.py
     D3_FLOAT16 = 9,
-    // Rows of blocks, see kernels/blocks.py: D3_Q4_0 is 10.
+    D3_BFLOAT16_PAIRS = 10,  // bfloat16 that meets vectors rounded to bfloat16, two columns at a time
+    // Rows of blocks, see kernels/blocks.py: D3_Q4_0 is 11.
 #define D3_KIND(NAME, COLUMNS, BYTES, INTERLEAVED) D3_##NAME,
     D3_BLOCK_FORMATS(D3_KIND)
 #undef D3_KIND

@@ -19,12 +19,14 @@ from watching import watch
 
 from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.cli.engine_options import ENGINE
+from d3engine.engine import resolve
 from d3engine.engine.device import resolve_dtype
 from d3engine.engine.resolve import kept_by_default, resolve_weight_dtype
 from d3engine.engine.settings import ExecutorKind
 from d3engine.errors import InvalidValueError
 from d3engine.kernels import reference
 from d3engine.kernels.bf12 import PackedWeight
+from d3engine.kernels.bfloat16_pairs import PairsWeight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.model.config import ModelConfig
@@ -358,6 +360,52 @@ def test_packing_is_refused_where_nobody_would_read_it(
         Engine(directory(), weight_compression="bf12", **options, **OPTIONS)
     with pytest.raises(InvalidValueError, match="weight_compression must be one of none, bf12; got 'yes'"):
         Engine(directory(), weight_compression="yes", **OPTIONS)
+
+
+# -- activations in bfloat16 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounded_rows_answer_alone_as_in_a_batch(
+    directory: Rounded, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """By default where the processor multiplies bfloat16 numbers; answers are near those of exact rows."""
+    monkeypatch.setattr(resolve, "adds_bfloat16_pairs", lambda isa: True)
+    monkeypatch.setattr(resolve, "ROUNDED_HIDDEN_SIZE", 0)
+    policies, prompts = [FullDepth(), D3(0.8, 0.4), Lossless(D3(0.8, 0.4), 4)], make_prompts([3, 70, 9])
+    with Engine(directory(layout), **OPTIONS) as engine:
+        weights = engine.executor.model.weights
+        assert engine.settings.activations == "bfloat16"
+        assert isinstance(weights.layers[0].qkv, PairsWeight)
+        assert isinstance(weights.lm_head, PairsWeight)
+        assert (weights.embedding.dtype, weights.weight_dtype) == (torch.bfloat16, torch.bfloat16)
+        together = answers(engine, prompts, policies)
+        engine.reset_prefix_cache()
+        for nth, prompt in enumerate(prompts):
+            assert answers(engine, [prompt], policies) == together[3 * nth : 3 * nth + 3]
+    for one in range(0, 9, 3):  # drafts change nothing
+        assert together[one].token_ids == together[one + 2].token_ids
+        assert together[one].cumulative_logprob == together[one + 2].cumulative_logprob
+    with Engine(directory(layout), activations="float32", **OPTIONS) as engine:
+        exact = answers(engine, prompts, [FullDepth()])
+    firsts = [(one.logprobs[0], other.logprobs[0]) for one, other in zip(together[::3], exact, strict=True)]
+    apart = [abs(one[key].logprob - other[key].logprob) for one, other in firsts for key in one.keys() & other.keys()]
+    assert 0 < max(apart) < 0.1
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize(
+    "options", [{"weight_dtype": "float32"}, {"weight_compression": "bf12"}, {"enforce_eager": True}]
+)
+def test_rounded_rows_are_refused_without_their_matrices(
+    directory: Rounded, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Of other matrices, and where another executor decodes."""
+    monkeypatch.setattr(resolve, "adds_bfloat16_pairs", lambda isa: True)
+    allowed = "activations must be auto or float32 but for matrices held as bfloat16, on a CPU.*; got 'bfloat16'"
+    with pytest.raises(InvalidValueError, match=allowed):
+        Engine(directory(), activations="bfloat16", **options, **OPTIONS)
 
 
 @pytest.mark.usefixtures("native_library")

@@ -14,7 +14,7 @@ inline int64_t bytes_of_row(const D3Matrix& matrix) {
     if (block.columns) return int64_t(matrix.columns / block.columns) * block.bytes;
     switch (matrix.kind) {
         case D3_FLOAT32: return int64_t(matrix.columns) * 4;
-        case D3_BFLOAT16: case D3_FLOAT16: return int64_t(matrix.columns) * 2;
+        case D3_BFLOAT16: case D3_FLOAT16: case D3_BFLOAT16_PAIRS: return int64_t(matrix.columns) * 2;
         case D3_INT8: case D3_FP8: case D3_FP8_GROUPS: return matrix.columns;
         case D3_INT8X16: return int64_t(matrix.columns + INTERLEAVED_STEP - 1) / INTERLEAVED_STEP * INTERLEAVED_STEP;
         case D3_BF12: return bf12_groups(matrix.columns) * BF12_BYTES;
@@ -63,8 +63,8 @@ inline bool is_matrix(const D3Matrix& matrix, int rows, int columns, const Kerne
         !(kernels && reads_interleaved(*kernels, matrix.kind) && has_interleaved_rows(matrix)))
         return false;
     return matrix.kind >= D3_FLOAT32 && matrix.kind < D3_NUM_KINDS && matrix.rows == own && matrix.columns == columns &&
-           (!block || columns % block == 0) && matrix.values && (matrix.scales != nullptr) == has_scales &&
-           (!is_bf12 || is_valid_bf12(matrix)) && is_valid_order(matrix);
+           columns % (block ? block : matrix.kind == D3_BFLOAT16_PAIRS ? 2 : 1) == 0 && matrix.values &&
+           (matrix.scales != nullptr) == has_scales && (!is_bf12 || is_valid_bf12(matrix)) && is_valid_order(matrix);
 }
 
 // Whether single rows can be read from a matrix, as from an embedding.

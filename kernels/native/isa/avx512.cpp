@@ -152,7 +152,27 @@ static void prepare_vnni(const MatmulArgs& p, int tile) {
     if (p.at_once == 1) return prepare_int_dot_single(p);
     prepare_int_dot<true>(p, tile / int_dot_blocks(p.columns) * SIDE, tile % int_dot_blocks(p.columns));
 }
+
+// Pairs of bfloat16 numbers: an instruction multiplies and adds twice as many as of floats.
+static bool adds_bfloat16_pairs() {
+    static const bool is_there = __builtin_cpu_supports("avx512bf16");
+    return is_there;
+}
+struct Bfloat16Dots : Bfloat16Pairs {
+    static INLINE_LAMBDA V add(V weights, V x, V sum) {
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+        return sum;
+    }
+};
+static void multiply_panel_vnni(const MatmulArgs& p, const float* panel, int start, int stop, const float* strip,
+                                int rows, float* out, int64_t ldo) {
+    if (p.kind == D3_BFLOAT16_PAIRS && adds_bfloat16_pairs())
+        return multiply_panel_as<Bfloat16Dots>(p, panel, start, stop, strip, rows, out, ldo);
+    multiply_panel(p, panel, start, stop, strip, rows, out, ldo);
+}
+
 static void multiply_vnni(const MatmulArgs& p, const Tile& tile) {
+    if (p.kind == D3_BFLOAT16_PAIRS && adds_bfloat16_pairs()) return multiply_as<Float<Bfloat16Dots>>(p, tile);
     if (!p.prepared) return multiply(p, tile);
     if (is_in_interleaved_blocks(p.kind)) return multiply_short_vectors(p, tile);
     switch (p.kind) {
@@ -168,6 +188,7 @@ constexpr Kernels isa_vnni() {
     made.runs_here = runs_here_vnni, made.multiply = multiply_vnni, made.reads_interleaved = true;
     made.prepared_bytes = vnni_bytes, made.prepared_tiles = prepare_tiles;
     made.prepare = prepare_vnni;
+    made.multiply_panel = multiply_panel_vnni, made.adds_bfloat16_pairs = adds_bfloat16_pairs;
     made.unpack_blocks = unpack_all_blocks, made.interleave_blocks = interleave_blocks;
     return made;
 }

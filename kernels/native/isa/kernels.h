@@ -27,6 +27,7 @@ struct NextWeights {
 };
 
 // A matrix and its input vectors: `x` has `batch` rows of `ldx` floats, zeros from `columns` up to a whole int4 group.
+// Pairs of bfloat16 numbers stand for floats there, and count as one column.
 struct MatmulArgs {
     D3Kind kind;
     int32_t columns;
@@ -192,6 +193,9 @@ struct Kernels {
     void (*swiglu)(float* out, const float* gate, const float* up, int n);
     void (*geglu)(float* out, const float* gate, const float* up, int n);
     void (*add)(float* out, const float* x, int n);
+    void (*round_to_bfloat16)(const float* x, int n, char* to);
+    // Whether this machine adds products of pairs of bfloat16 numbers in one instruction; null: no machine of this set.
+    bool (*adds_bfloat16_pairs)();
     void (*soft_cap)(float* values, float cap, int n);  // each becomes cap * tanh(value / cap)
     // The two halves of a map for one row: inner[j] for j in [start, stop) of its rank, from `x`, which is padded with
     // zeros as `down` is; and what outputs [first, first + n) add to `values`.

@@ -22,7 +22,8 @@ Matmul::Matmul(const Kernels& kernels, ThreadPool& threads, int widest, int max_
       ahead_(reads_memory_ ? prefetch_distance() : 0),
       one_stream_(prefers_one_stream()),
       scratch_(threads.size()),
-      ordered_(max_rows, widest) {
+      ordered_(max_rows, widest),
+      pairs_(max_rows, (widest + 1) / 2) {
     for (Scratch& scratch : scratch_) {
         scratch.outputs = Rows(2 * ROWS_A_PASS, MAX_TILE_ROWS);
         scratch.unpacked = Floats(2 * MAX_TILE_ROWS * (unpacked_bytes(widest) / 2));
@@ -45,15 +46,24 @@ bool Matmul::needs_prepared(const D3Matrix& matrix) const {
 const Rows& Matmul::in_order_of(const D3Matrix& matrix, const Rows& x, int rows) {
     if (!matrix.order) return x;
     const int padded = (matrix.columns + SCALE_GROUP - 1) / SCALE_GROUP * SCALE_GROUP;
-    auto gather = [&](int, int nth) {
+    each_row(rows, matrix.columns, [&](int nth) {
         const float* from = x.row(nth);
         float* to = ordered_.row(nth);
         for (int column = 0; column < matrix.columns; column++) to[column] = from[matrix.order[column]];
         std::fill(to + matrix.columns, to + padded, 0.0f);  // a wider matrix may have left numbers there
-    };
-    if (int64_t(rows) * matrix.columns >= MANY_NUMBERS) threads_.parallel_for(rows, gather);
-    else for (int nth = 0; nth < rows; nth++) gather(0, nth);
+    });
     return ordered_;
+}
+
+// The vectors rounded to bfloat16, two numbers in the place of a float.
+const Rows& Matmul::in_pairs(const Rows& x, int rows, int columns) {
+    const int pairs = columns / 2, padded = (pairs + SCALE_GROUP - 1) / SCALE_GROUP * SCALE_GROUP;
+    each_row(rows, columns, [&](int nth) {
+        float* to = pairs_.row(nth);
+        kernels_.round_to_bfloat16(x.row(nth), columns, reinterpret_cast<char*>(to));
+        std::fill(to + pairs, to + padded, 0.0f);
+    });
+    return pairs_;
 }
 
 // Prepares the vectors too if the matrix needs that; for few vectors `worker_vectors` does it later.
@@ -66,6 +76,10 @@ MatmulArgs Matmul::args_for(const D3Matrix& matrix, const Rows& x, int rows) {
         p.row_bytes = is_bf12(matrix) ? unpacked_bytes(matrix.columns) : matrix.columns * int64_t(sizeof(float));
     }
     if (is_bf12(matrix) && !unpacks(matrix, rows)) p.bf12 = &matrix.bf12;
+    if (p.kind == D3_BFLOAT16_PAIRS) {
+        const Rows& pairs = in_pairs(x, rows, matrix.columns);
+        p.x = pairs.row(0), p.ldx = pairs.stride(), p.columns /= 2;
+    }
     if (!needs_prepared(matrix)) return p;
     p.prepared = reinterpret_cast<char*>(prepared_.at(0)), p.at_once = rows;
     nth_matmul_++;

@@ -96,6 +96,11 @@ private:
 
     // The vectors as the columns of the matrix meet them.
     const Rows& in_order_of(const D3Matrix& matrix, const Rows& x, int rows);
+    const Rows& in_pairs(const Rows& x, int rows, int columns);
+    template <class Body> void each_row(int rows, int columns, Body body) {
+        if (int64_t(rows) * columns >= MANY_NUMBERS) threads_.parallel_for(rows, [&](int, int nth) { body(nth); });
+        else for (int nth = 0; nth < rows; nth++) body(nth);
+    }
     MatmulArgs args_for(const D3Matrix& matrix, const Rows& x, int rows);
     MatmulArgs worker_vectors(const MatmulArgs& p, int worker);
     static bool has_few_vectors(const MatmulArgs& p) { return int64_t(p.batch) * p.columns < MANY_NUMBERS; }
@@ -197,6 +202,7 @@ private:
     const bool one_stream_;
     std::vector<Scratch> scratch_;  // [threads]
     Rows ordered_;                  // the vectors of a matrix with an order
+    Rows pairs_;                    // of bfloat16 numbers, for a matrix of such
     Floats prepared_;               // many vectors, in the form of the instruction set
     TiledMatrix next_matrix_{};     // of the matmul after this one, if known
     int64_t nth_matmul_ = 0;        // counts those with prepared vectors

@@ -47,15 +47,16 @@ struct Matrix {
     Matrix(int kind, int rows, int columns, bool with_bias) {
         const int groups = (columns + 127) / 128;
         const int of_kind[] = {columns * 4, columns * 2, columns, columns, columns, groups * 64,
-                               (columns + 63) / 64 * 96, 0, 0, columns * 2};
+                               (columns + 63) / 64 * 96, 0, 0, columns * 2, columns * 2};
         const BlockSize block = block_size(kind);
         const size_t row = block.columns ? columns / block.columns * block.bytes : of_kind[kind];
+        const bool is_bfloat16 = kind == D3_BFLOAT16 || kind == D3_BFLOAT16_PAIRS;
         values.reset(new char[rows * row]);
         std::vector<float> wide = floats(size_t(rows) * columns);
         for (size_t i = 0; i < rows * row; i++) {
             // The upper bytes of small floats, or any bytes of integers.
             if (kind == D3_FLOAT32) values[i] = reinterpret_cast<char*>(wide.data())[i];
-            else if (kind == D3_BFLOAT16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
+            else if (is_bfloat16) values[i] = reinterpret_cast<char*>(wide.data())[i / 2 * 4 + 2 + i % 2];
             else if (kind == D3_FLOAT16) values[i] = char(i % 2 ? 0x24 | (numbers() & 0x83) : numbers());  // small
             else if (kind == D3_FP8 || kind == D3_FP8_GROUPS) values[i] = any_e4m3();
             else values[i] = char(block.columns ? numbers() & 0x2b : numbers());  // any scale of a block is finite
@@ -81,7 +82,7 @@ struct Matrix {
 
     // Leaves only the biases of the rows from `first` on, of int4 or float matrices.
     void zero_rows(int first) {
-        const bool has_16_bits = view.kind == D3_BFLOAT16 || view.kind == D3_FLOAT16;
+        const bool has_16_bits = view.kind == D3_BFLOAT16 || view.kind == D3_FLOAT16 || view.kind == D3_BFLOAT16_PAIRS;
         const size_t groups = scales.size() / view.rows, row = has_16_bits ? view.columns * 2 : 0;
         std::fill(scales.begin() + first * groups, scales.end(), 0.0f);
         memset(values.get() + first * row, 0, (view.rows - first) * row);
@@ -527,6 +528,13 @@ int main() {
                     made.compare(wanted, made.decode(isa, 1 + (cases + isa) % 3, repacked), isa);
             cases++;
         }
+    // Vectors that are rounded differ between instruction sets by more than sums do.
+    for (const Sizes& sizes : {shapes[2], shapes[3]}) {
+        const Case made(sizes, D3_BFLOAT16_PAIRS);
+        for (int isa = 0; isa <= portable; isa++)
+            if (d3_isa_runs_here(isa)) made.decode(isa, 1 + (cases + isa) % 3);
+        cases++;
+    }
     // Blocks fill their rows; directly with one to three rows, unpacked for prompts. Interleaved ones have other
     // numbers than the portable code's, whose vectors are floats.
     for (int kind = D3_Q4_0; is_in_blocks(kind); kind++, cases++) {

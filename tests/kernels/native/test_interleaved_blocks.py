@@ -1,6 +1,7 @@
 """Interleaved blocks times vectors of 8 bits: the numbers of the reference, and no row depends on the batch."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,13 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3
 def test_auto_activations_narrow_model_float32(hidden_size: int, found: str) -> None:
     """By default activations are rounded from a hidden size of 896 on; "int8" and "float32" hold at any."""
     config = ModelConfig.from_dict(CONFIG | {"hidden_size": hidden_size, "num_attention_heads": 8, "head_dim": 64})
-    assert resolve_activations("auto", True, config) == found
-    assert resolve_activations("auto", False, config) == "float32"
-    assert [resolve_activations(asked, True, config) for asked in ("int8", "float32")] == ["int8", "float32"]
+    in_blocks, in_floats = (
+        partial(resolve_activations, has_blocks=has_blocks, is_bfloat16=False, config=config)
+        for has_blocks in (True, False)
+    )
+    assert in_blocks("auto") == found
+    assert in_floats("auto") == "float32"
+    assert [in_blocks(asked) for asked in ("int8", "float32")] == ["int8", "float32"]
 
 
 def test_a_file_with_blocks_meets_vectors_of_8_bits_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
