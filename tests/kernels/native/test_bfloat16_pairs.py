@@ -19,7 +19,8 @@ def test_logits_have_the_same_bits_in_any_batch(isa: str) -> None:
     numbers = np.random.default_rng(0)
     assert_same_bits_in_batches(Case(SHAPE), 3, [numbers.permutation(14)[:size] for size in range(1, 14)], isa=isa)
     many = Case(replace(SHAPE, layers=1, rows=70, intermediate=600))
-    assert_same_bits_in_batches(many, 1, ([69], [16, 33], range(9), range(18), range(2, 35), range(60)), isa=isa)
+    batches = ([69], [16, 33], range(9), range(18), range(2, 35), range(60))
+    assert_same_bits_in_batches(many, 1, batches, isa=isa, max_rows=80)
 
 
 @pytest.mark.parametrize("isa", isas())
