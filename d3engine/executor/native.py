@@ -54,8 +54,8 @@ MAX_ROWS = 512
 seldom, and few enough that what they leave behind between two products takes little memory."""
 
 
-TIMED_ROWS = (1, 2, 4, 6, 8, 16)
-"""Rows of the steps that are timed, twice each, where drafts are to pay: the time of some 15 steps for each model."""
+TIMED_ROWS = (1, 2, 4, 6, 8, 16, 32)
+"""Rows of the steps that are timed, twice each, where drafts are to pay: the time of some 25 steps for each model."""
 
 LOGITS_BYTES = 2**26
 """What a run may keep of the logits of rows that want log-probabilities, and of captured hidden states."""

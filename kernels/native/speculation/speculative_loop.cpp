@@ -338,17 +338,18 @@ void SpeculativeLoop::draft_by_model(int nth) {
                 at.all_right *= costs_->chance(D3_DRAFT_MODEL, at.bins.back());
             }
             const bool is_unsure = args_.stops && batch_.confidences[place] < args_.stops[row];
-            if (is_unsure || ends_answer(row, token) || !pays_to_go_on(at)) at.wanted = at.count;
+            if (is_unsure || ends_answer(row, token) || !pays_to_go_on(at, growing)) at.wanted = at.count;
             if (at.count == at.wanted) trim(row);
         }
     }
 }
 
-// Whether one more token of the draft model yields more tokens per second than time does elsewhere.
-bool SpeculativeLoop::pays_to_go_on(const Row& at) const {
+// Whether one more token of the draft model yields more tokens per second than time does elsewhere. The `growing` drafts
+// share the draft model's step, which takes nearly as long for one.
+bool SpeculativeLoop::pays_to_go_on(const Row& at, int64_t growing) const {
     if (!costs_) return true;
     const double row = costs_->one_more_row(num_live_ * (at.count + 1));
-    const double seconds = costs_->draft(num_live_) / double(num_live_) + row;
+    const double seconds = costs_->draft(growing) / double(growing) + row;
     return at.all_right * costs_->mean_chance() > costs_->rate(num_live_) * seconds;
 }
 

@@ -76,7 +76,7 @@ private:
     void plan_draft(int row);
     void draft_by_own_layers(int nth);
     void draft_by_model(int nth);
-    bool pays_to_go_on(const Row& at) const;
+    bool pays_to_go_on(const Row& at, int64_t growing) const;
     void trim(int row);
     int64_t length_of_probe(int64_t most, double seconds);
     void verify(int nth);
