@@ -35,6 +35,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         "max_model_len": 2048,
         "enable_prefix_caching": False,
     }
+    if settings.activations == "bfloat16":
+        options["weight_dtype"] = "bfloat16"
     with (
         Engine(settings.model, activations="float32", **options) as exact,
         Engine(settings.model, activations=settings.activations, **options) as rounded,

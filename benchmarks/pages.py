@@ -158,6 +158,16 @@ def _beside_llama_cpp(part: str, counted: str, sizes: Sequence[int], seconds: st
     yield from table(("model", "weights", counted, f"Zen 4: {ours}", over, f"Xeon: {ours}", over), rows)
 
 
+def bfloat16_activations() -> Iterator[str]:
+    """Steps and prompts of 16-bit matrices and rounded activations beside llama.cpp."""
+    rows = []
+    for name, model in (SMALL, LARGE):
+        decode, prompt = (_rows_of(f"cpu-{name}-bfloat16-activations", part) for part in ("decode", "prompt"))
+        found = [decode["16-bit", count] for count in (1, 8)] + [prompt["16-bit", length] for length in (512, 2048)]
+        rows.append((model, *(spread(row["over"]["llama.cpp"], ".2f") for row in found)))
+    yield from table(("times as fast as llama.cpp", "1 row", "8 rows", "a prompt of 512", "of 2,048"), rows)
+
+
 def steps_avx2() -> Iterator[str]:
     """Steps and prompts beside llama.cpp with AVX2."""
     decode, prompt = (_rows_of("cpu-smollm2-zen3", part) for part in ("decode", "prompt"))
@@ -498,6 +508,7 @@ TABLES = {
         gguf_file,
         speculation,
         activations,
+        bfloat16_activations,
         weight_forms,
         kv_cache,
         tool_calls,
