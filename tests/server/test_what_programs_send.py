@@ -132,6 +132,21 @@ def test_arguments_of_a_call_keep_large_numbers(tools: httpx.Client, monkeypatch
         assert calls == [CALLED]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (rb"Tom \ud83d has", r"\ud83d is half of a character, without its other half."),
+        (rb"\\\uD83D", r"\uD83D is half of a character, without its other half."),
+        (rb"\\ud83d and no end", "Input data was truncated."),
+    ],
+)
+def test_half_a_character_is_not_called_a_truncated_body(http: httpx.Client, text: bytes, said: str) -> None:
+    """A text that a program has cut within an emoji is refused for that."""
+    body = b'{"prompt": "' + text + (b"" if text.endswith(b"end") else b'"}')
+    answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, f"The body is no JSON: {said}")
+
+
 def test_a_response_gives_large_numbers_back(http: httpx.Client) -> None:
     """What a response repeats of its request may have numbers of more than 64 bits."""
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": LARGE}}}
