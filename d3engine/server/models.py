@@ -18,16 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from d3engine.errors import D3EngineError
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
-from d3engine.server.state import AppState, ModelCard, no_such_model
+from d3engine.server.state import LATEST, AppState, ModelCard, no_such_model
 from d3engine.utils.garbage import collect_now, freeze_loaded, unfreeze_loaded
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
 
 _log = logging.getLogger(__name__)
-
-LATEST = ":latest"
-"""What Ollama's clients put behind a name without a tag."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ def test_a_model_is_loaded_when_a_request_names_it(client: AsyncEngine) -> None:
         assert [one.name for one, _ in further.loaded()] == ["b", "c"]
         assert [one["name"] for one in http.get("/api/tags").json()["models"]] == ["a", "b", "c"]
         assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["a", "b", "c"]
+        assert http.post("/v1/completions", json={"model": "b:latest", **BODY}).json()["model"] == "b"
+        assert http.post("/v1/completions", json={"model": "a:latest", **BODY}).json()["model"] == "a"
+        assert http.get("/v1/models/a:latest").json()["id"] == "a"
         for field in ("model", "name"):
             assert http.post("/api/show", json={field: "b"}).json()["modelfile"] == "FROM b\n"
         card = http.get("/v1/models/b").json()

@@ -24,7 +24,6 @@ from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, files_of
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import invalid, ollamas_error_body
-from d3engine.server.models import LATEST
 from d3engine.server.requests.bodies import known_names, read_as, read_body
 from d3engine.server.requests.chat import job_of
 from d3engine.server.requests.completions import completion_job_of
@@ -58,12 +57,6 @@ NO_OPTIONS = frozenset(ChatRequest.__struct_fields__) - frozenset(Common.__struc
     *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
 }
 """Fields of a chat that are no way to sample, or that Ollama's answers have no place for."""
-
-
-def model_of(served: AppState, name: str) -> str:
-    """The id of a request's model, with or without ":latest". Raises `RequestError` for one that is not served."""
-    bare = name.removesuffix(LATEST)
-    return served.models.check(bare if bare in served.models else name)
 
 
 async def ollama_chat(request: Request) -> Response:
@@ -105,7 +98,7 @@ async def ollama_generate(request: Request) -> Response:
 
 def _loaded(request: Request, asked: ollama.OllamaGenerating, headers: Mapping[str, str]) -> Response:
     """The answer to a request without a prompt, which asks for the model to be loaded."""
-    model_of(served_by(request), asked.model)
+    served_by(request).models.check(asked.model)
     line: dict[str, Any] = {"model": asked.model, "created_at": _now(), "done": True, "done_reason": "load"}
     is_chat = isinstance(asked, ollama.OllamaChatRequest)
     more = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
@@ -131,7 +124,7 @@ def _sampling_of(
     """The fields of a chat that stand beside its messages, by which names the request has them, and the headers, which
     name the options that are ignored.
     """
-    content: dict[str, Any] = {"model": model_of(served, asked.model), "stream": asked.stream is not False}
+    content: dict[str, Any] = {"model": served.models.check(asked.model), "stream": asked.stream is not False}
     if asked.logprobs or asked.top_logprobs:
         content |= {"logprobs": asked.logprobs, "top_logprobs": asked.top_logprobs}
     if asked.format not in (None, ""):
@@ -330,7 +323,7 @@ async def ollama_embed(request: Request) -> Response:
     """Embed texts, as Ollama has it."""
     began = time.monotonic()
     asked, headers = await read_body(request, ollama.OllamaEmbedRequest)
-    model = model_of(served_by(request), asked.model)
+    model = served_by(request).models.check(asked.model)
     given = embeddings.EmbeddingRequest(input=asked.input, dimensions=asked.dimensions)
     vectors, num_tokens = await embedded(request, given, model, truncate=asked.truncate is not False)
     answer: ollama.OllamaEmbedAnswer = {
@@ -346,7 +339,7 @@ async def ollama_embed(request: Request) -> Response:
 async def ollama_embeddings(request: Request) -> Response:
     """Embed a text, as Ollama had it."""
     asked, headers = await read_body(request, ollama.OllamaEmbeddingsRequest)
-    model = model_of(served_by(request), asked.model)
+    model = served_by(request).models.check(asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
     given = embeddings.EmbeddingRequest(input=asked.prompt or "", normalize=False)
     vectors, _ = await embedded(request, given, model, field="prompt", truncate=True)
@@ -372,7 +365,7 @@ async def ollama_show(request: Request) -> Response:
     name = asked.model or asked.name
     if name is None:
         raise invalid("model", "model must be given.", "missing_required_parameter")
-    model_of(served, name)
+    served.models.check(name)
     facts, defaults = await _facts(served), served.client.default_sampling_params
     shown = OLLAMA.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
     parameters = [f"{option:<30} {value:g}" for option, value in shown.items()]
