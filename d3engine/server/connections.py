@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from contextlib import suppress
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from d3engine.server.errors import RequestError, error_body
@@ -18,7 +20,7 @@ MAX_CHUNK_FRAMING = 16 * 1024
 FRAMING_PER_BYTE = 8
 MOST_GATHERED = 64 * 1024
 """Bytes of one write: after them it must show whether the client reads."""
-BODY_HEADERS = (b"content-length", b"transfer-encoding")
+OF_UPGRADES = (b"upgrade", b"http2-settings")
 RETRY_SECONDS = 1
 """After which a connection that was one too many may be tried again."""
 LINGER_SECONDS = 5.0
@@ -102,6 +104,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._in_message = False
+        self._is_upgrade = False
         self._head_bytes = 0
         self._framing_fault: RequestError | None = None
         self._is_chunked = False
@@ -141,12 +144,39 @@ class GuardedConnection(HttpToolsProtocol):
         has_begun = self._in_head and self._in_message
         body_begins = 0 if self._in_message and not self._in_head else data.find(b"\r\n\r\n") + 4
         self._num_begun = self._num_of_bodies = 0
-        super().data_received(data)
+        self._feed(data)
         self._count_framing(len(data) - body_begins, has_begun or body_begins == 0)
         if has_begun and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"The head of the request is longer than {MAX_HEAD_BYTES} bytes.", "head_too_long")
+
+    def _feed(self, data: bytes) -> None:
+        """Parse it, as uvicorn does. No upgrade is answered, so a request for one is any other of HTTP/1.1: Java's own
+        client asks for HTTP/2 with each.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as stopped:  # behind the head, whose body it would take for a protocol
+            head = self._head_without_upgrade()
+            self.parser, self._is_upgrade = httptools.HttpRequestParser(self), False
+            with suppress(AttributeError):  # httptools before 0.6.3
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._num_begun -= 1
+            self._feed(head + data[stopped.args[0] :])
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(one for one in value.split(b",") if one.strip().lower() not in OF_UPGRADES)
+            if name not in OF_UPGRADES:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def _count_framing(self, size: int, has_begun: bool) -> None:
         """Refuse a chunked body whose chunk extensions or trailers are too long; `size` has come of it just now."""
@@ -179,16 +209,14 @@ class GuardedConnection(HttpToolsProtocol):
             raise ValueError("too many headers")
 
     def on_headers_complete(self) -> None:
+        self._is_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        if self._is_upgrade:
+            return
         self._in_head = False
         self._idle_since = None
         self._stop_timer()
         try:
             check_framing(self.headers)
-            if self.parser.should_upgrade() and any(
-                name in BODY_HEADERS and value != b"0" for name, value in self.headers
-            ):
-                message = "Send no Upgrade with a body: the parser would take that for another protocol's."
-                raise RequestError(501, message, code="invalid_framing")
         except RequestError as error:
             self._framing_fault = error
             raise
@@ -203,6 +231,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
         self._in_message = False
         self._stop_timer()
         self.scope["state"]["has_come_whole"] = True

@@ -18,16 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from d3engine.errors import D3EngineError
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
-from d3engine.server.state import AppState, ModelCard, no_such_model
+from d3engine.server.state import LATEST, AppState, ModelCard, no_such_model
 from d3engine.utils.garbage import collect_now, freeze_loaded, unfreeze_loaded
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
 
 _log = logging.getLogger(__name__)
-
-LATEST = ":latest"
-"""What Ollama's clients put behind a name without a tag."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class _Place:
     draining: asyncio.Task[None] | None = None
     num_users: int = 0
     last_used: float = 0.0
+    timer: asyncio.TimerHandle | None = None
 
 
 class FurtherModels:
@@ -182,8 +180,8 @@ class FurtherModels:
 
     def _left_idle(self, place: _Place) -> None:
         place.last_used = time.monotonic()
-        if self._ttl is not None:
-            asyncio.get_running_loop().call_later(self._ttl, self._unload_if_idle, place)
+        if self._ttl is not None and place.timer is None:  # one for all requests of as long a time
+            place.timer = asyncio.get_running_loop().call_later(self._ttl, self._unload_if_idle, place)
 
     async def close(self) -> None:
         """Unload all but the first, whose engine the caller closes."""
@@ -258,8 +256,10 @@ class FurtherModels:
 
     def _unload_if_idle(self, place: _Place) -> None:
         assert self._ttl is not None
-        is_over = time.monotonic() - place.last_used >= self._ttl * 0.99
-        if is_over and not place.num_users and place.loading is None and place.draining is None:
+        place.timer, idle = None, time.monotonic() - place.last_used
+        if idle < self._ttl * 0.99:
+            place.timer = asyncio.get_running_loop().call_later(self._ttl - idle, self._unload_if_idle, place)
+        elif not place.num_users and place.loading is None and place.draining is None:
             self._unload(place)
 
     def _unload(self, place: _Place) -> asyncio.Task[D3EngineError | None] | None:
@@ -302,10 +302,15 @@ async def _woken(served: AppState) -> AppState:
     return served
 
 
+SHOW = "/api/show"
+"""Where Ollama's older clients name the model by `name`."""
+
+
 class _Named(msgspec.Struct):
     """The model that a body names."""
 
     model: object = None
+    name: object = None
 
 
 class ModelRouter:
@@ -317,7 +322,7 @@ class ModelRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = scope.get("state", {}).get("body")
-        place = None if body is None else self._models.place_of(_model_of(body))
+        place = None if body is None else self._models.place_of(_model_of(body, scope["path"]))
         if place is None:
             await self.app(scope, receive, send)
             return
@@ -326,9 +331,10 @@ class ModelRouter:
             await self.app(scope, receive, send)
 
 
-def _model_of(body: bytes) -> object:
+def _model_of(body: bytes, path: str) -> object:
     """What a body has as `model`; None where it is no JSON object, which its route says."""
     try:
-        return msgspec.json.decode(body, type=_Named).model
+        found = msgspec.json.decode(body, type=_Named)
+        return found.name if found.model is None and path == SHOW else found.model
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError):
         return None

@@ -66,6 +66,10 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+LATEST = ":latest"
+"""What Ollama's clients put behind a name without a tag."""
+
+
 class ModelIds:
     """Which ids there are, and the depth that each stands for."""
 
@@ -83,11 +87,15 @@ class ModelIds:
         return self.is_own(name) or name in self._client.lora_adapters
 
     def check(self, name: str | None) -> str:
-        """The id of a request, which may leave it out. Raises `RequestError` for one that is not served."""
+        """The id of a request, which may leave it out or end it in ":latest".
+
+        Raises `RequestError` for one that is not served.
+        """
         if name is None:
             return self.default
-        if name in self:
-            return name
+        for known in (name, name.removesuffix(LATEST)):
+            if known in self:
+                return known
         raise no_such_model(name)
 
     def adapter(self, name: str) -> str | None:
@@ -103,7 +111,7 @@ class ModelIds:
 
     def card(self, name: str) -> ModelCard:
         """The entry of one id; raises `RequestError` for one that is not served."""
-        self.check(name)
+        name = self.check(name)
         policy = self.aliases.get(name, self._client.depth)
         # What was measured is the model alone: an adapter is certified for full depth, which needs no measurement.
         is_base = self.adapter(name) is None

@@ -56,7 +56,8 @@ def _check_message(name: str, message: object, form: MessageFormat) -> dict[str,
     given_fields = [field for field in REASONING_FIELDS if field in given]
     # An assistant's message with only tool calls or reasoning has no content.
     if "content" in given or not (given.get("tool_calls") or given_fields):
-        given["content"] = _content(f"{name}.content", given.get("content"), form)
+        nothing = "" if role == "assistant" else None  # an empty answer, as servers give and clients send back
+        given["content"] = _content(f"{name}.content", given.get("content", nothing), form)
     if given_fields and form.reasoning_fields:  # it gets the names that the template reads
         text = given[given_fields[0]]
         for field in given_fields:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import socket
 import threading
 import weakref
@@ -128,19 +129,46 @@ def test_a_body_that_servers_would_frame_differently_is_refused(
     assert (found, error["type"]) == (status, "invalid_request_error")
 
 
-@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_upgrade_with_a_body_is_refused_and_smuggles_nothing(hasty: ServedApp, protocol: str) -> None:
-    """An upgrade with a body is refused, and the body is not read as a request."""
-    smuggled = request("/hello", method="GET")
-    status, error = refused(hasty, request("/echo", smuggled, Connection="Upgrade", Upgrade=protocol))
-    assert (status, error["code"]) == (501, "invalid_framing")
-    upgraded = request("/hello", method="GET", Connection="Upgrade", Upgrade=protocol)
-    assert ask(hasty, upgraded) == (200, b"hello")
-
-
 CHUNKED = (
     b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+
+
+UPGRADE = {"Connection": "keep-alive, Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAARAAAAAAAIAAAAA"}
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_request_to_upgrade_is_one_like_any_other(hasty: ServedApp, protocol: str, at_once: bool) -> None:
+    """Java's own client asks for HTTP/2 with each request; its body is read, and is no request of another."""
+    smuggled = request("/hello", method="GET")
+    text = json.dumps(smuggled.decode()).encode()
+    asked = request("/echo", text, Upgrade=protocol, **UPGRADE)
+    chunked = CHUNKED.replace(b"Host:", b"Upgrade: h2c\r\nConnection: Upgrade\r\nHost:") + b'3\r\n"b"\r\n0\r\n\r\n'
+    pieces = [asked + chunked + smuggled]
+    if not at_once:
+        pieces = [pieces[0][:60], pieces[0][60:-150], pieces[0][-150:-1], pieces[0][-1:]]
+    with hasty.connect() as client:
+        for piece in pieces:
+            client.sendall(piece)
+        assert read_answer(client) == (200, smuggled.decode())
+        assert read_answer(client) == (200, "b")
+        assert read_answer(client) == (200, b"hello")
+    assert ask(hasty, request("/hello", method="GET", Upgrade=protocol, **UPGRADE)) == (200, b"hello")
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Content_Length": "200000"}, "body_too_long"),
+        ({"Content_Type": "text/plain"}, "unsupported_media_type"),
+        ({"Host": "example.org"}, "host_not_allowed"),
+    ],
+)
+def test_a_request_to_upgrade_is_refused_like_any_other(hasty: ServedApp, headers: dict[str, str], code: str) -> None:
+    """No guard is passed by asking for another protocol."""
+    _, body = ask(hasty, request("/echo", b"{}", Upgrade="h2c", **UPGRADE | headers))
+    assert body["error"]["code"] == code
 
 
 @pytest.mark.parametrize("at_once", [True, False])

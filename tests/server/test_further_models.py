@@ -15,6 +15,7 @@ from d3engine import AsyncEngine, ModelFormatError
 from d3engine.server.app import create_app
 from d3engine.server.models import FurtherModel, FurtherModels
 from d3engine.server.settings import ServerSettings
+from d3engine.server.state import AppState
 
 BODY: dict[str, Any] = {"prompt": "Tom has 5 pens.", "max_tokens": 6, "temperature": 0}
 SIZE = 100
@@ -79,6 +80,11 @@ def test_a_model_is_loaded_when_a_request_names_it(client: AsyncEngine) -> None:
         assert [one.name for one, _ in further.loaded()] == ["b", "c"]
         assert [one["name"] for one in http.get("/api/tags").json()["models"]] == ["a", "b", "c"]
         assert [one["name"] for one in http.get("/api/ps").json()["models"]] == ["a", "b", "c"]
+        assert http.post("/v1/completions", json={"model": "b:latest", **BODY}).json()["model"] == "b"
+        assert http.post("/v1/completions", json={"model": "a:latest", **BODY}).json()["model"] == "a"
+        assert http.get("/v1/models/a:latest").json()["id"] == "a"
+        for field in ("model", "name"):
+            assert http.post("/api/show", json={field: "b"}).json()["modelfile"] == "FROM b\n"
         card = http.get("/v1/models/b").json()
         assert (card["id"], card["root"]) == ("b", "b")
         assert http.post("/v1/completions", json={"model": "d", **BODY}).status_code == 404
@@ -136,6 +142,26 @@ def test_a_model_without_requests_is_unloaded(client: AsyncEngine) -> None:
             while further.loaded():
                 http.get("/health")
     assert loads.seen == ["b", "b"]
+
+
+def test_an_idle_time_has_one_timer_for_all_requests(client: AsyncEngine) -> None:
+    """However many requests a model has had, one timer waits for it to be idle."""
+    models = [FurtherModel("b", Loads().of("b"), SIZE, client.directory, client.config)]
+    further = FurtherModels(models, AppState(client, ServerSettings(model_names=("a",))), ttl=1000)
+    timers: list[Any] = []
+
+    async def use_it() -> None:
+        loop, place = asyncio.get_running_loop(), further.place_of("b")
+        call_later: Any = loop.call_later
+        loop.call_later = lambda *asked: timers.append(asked[1]) or call_later(*asked)  # type: ignore
+        assert place is not None
+        for _ in range(3):
+            async with further.use(place):
+                pass
+        await further.close()
+
+    asyncio.run(use_it())
+    assert timers.count(further._unload_if_idle) == 1
 
 
 def test_a_further_model_sleeps_and_wakes_by_its_name(client: AsyncEngine) -> None:

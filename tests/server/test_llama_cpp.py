@@ -48,8 +48,9 @@ def test_a_prompt_of_texts_and_tokens(http: httpx.Client, demo: Engine) -> None:
     tokenizer = demo.get_tokenizer()
     ids = tokenizer.encode("Tom has")
     wanted = completion(http, temperature=0, prompt=[*ids, *tokenizer.encode(" 5 pens.", add_special_tokens=False)])
-    for prompt in (["Tom has", " 5 pens."], [*ids, " 5 pens."]):
-        assert http.post("/completion", json={"prompt": prompt, **GREEDY}).json()["content"] == wanted["text"]
+    assert http.post("/completion", json={"prompt": [*ids, " 5 pens."], **GREEDY}).json()["content"] == wanted["text"]
+    whole = completion(http, temperature=0)["text"]
+    assert http.post("/completion", json={"prompt": [PROMPT], **GREEDY}).json()["content"] == whole
 
 
 def test_stop_words_probabilities_and_no_token_at_all(http: httpx.Client) -> None:
@@ -83,6 +84,7 @@ def test_answers_keep_to_gbnf_and_to_json_schemas(http: httpx.Client) -> None:
         ("/completion", {"prompt": PROMPT, "repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
         ("/completion", {"prompt": PROMPT, "n_probs": 10**6}, "n_probs"),
         ("/completion", {"prompt": PROMPT, "n": 2}, "n"),
+        ("/completion", {"prompt": ["Tom has", "Ann has"]}, "prompt"),
         ("/completion", {}, "prompt"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),

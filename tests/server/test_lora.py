@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from demo_server import demo_engine
+from demo_server import Around, demo_engine
 
 from benchmarks.lora import write_random_adapter
 from d3engine import AsyncEngine, Engine, FullDepth, InvalidValueError, SamplingParams
@@ -97,6 +97,26 @@ def test_adapters_are_loaded_and_unloaded(http: httpx.Client, own: Engine, paths
     assert (gone.status_code, gone.json()) == (200, {"id": "second", "object": "model", "deleted": True})
     assert http.post("/v1/completions", json={**BODY, "model": "second"}).json()["error"]["code"] == "model_not_found"
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 404
+
+
+class Unloading(Around):
+    """An engine whose adapter is unloaded while the prompt of a chat is written."""
+
+    async def chat_prompt(self, *asked: Any, **more: Any) -> Any:
+        """The prompt, and no adapter."""
+        if "second" in self._client.lora_adapters:
+            await self._client.unload_lora_adapter("second")
+        return await self._client.chat_prompt(*asked, **more)
+
+
+def test_an_adapter_unloaded_meanwhile_is_not_there(engine: AsyncEngine, paths: dict[str, Path]) -> None:
+    """The model alone does not answer in place of an adapter that is unloaded while the prompt is read."""
+    http = http_of(Unloading(engine), allow_lora_loading=True)  # type: ignore[arg-type]
+    body = {"model": "second", "messages": [{"role": "user", "content": "Tom has 5 pens."}], "max_tokens": 2}
+    assert http.post("/v1/chat/completions", json={**body, "model": "demo"}).status_code == 200
+    http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": str(paths["second"])})
+    answer = http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(

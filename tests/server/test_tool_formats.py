@@ -9,7 +9,7 @@ from bad_values import assert_refused
 from json_schemas import closed
 from tool_calls import accepts, read
 
-from d3engine import StructuredOutputsParams
+from d3engine import InvalidValueError, StructuredOutputsParams
 from d3engine.server.requests.formats import (
     TOOL_FORMATS,
     AskedCalls,
@@ -19,8 +19,9 @@ from d3engine.server.requests.formats import (
     tool_format_named,
     tool_format_of,
 )
-from d3engine.server.requests.tools import Calling, ChatStyle, _variables, thinking_variables
+from d3engine.server.requests.tools import Calling, ChatStyle, _variables, thinking_variables, tool_use_of
 from d3engine.server.responses.reading import ReasoningReader
+from d3engine.server.schemas.requests import ChatRequest
 from d3engine.server.settings import ServerSettings
 
 MANY = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -430,3 +431,25 @@ def test_reasoning_is_switched_by_template_or_refused_by_name(
         return
     with assert_refused(found):
         thinking_variables(enabled, effort, style)
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": [1]}, {"properties": {"what": "string"}}, {"properties": {"what": {}}, "required": True}],
+)
+def test_parameters_of_a_wrong_type_are_no_fault(name: str, schema: dict[str, Any]) -> None:
+    """A schema that is none is refused where a call must come, and else as free as one that cannot be enforced."""
+    style = ChatStyle(shows_tools=True, calls=tool_format_named(name))
+    tool = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", **schema}}}
+
+    def use(choice: str) -> Any:
+        return tool_use_of(ChatRequest(messages=[], tools=[tool], tool_choice=choice), style)
+
+    with pytest.raises(InvalidValueError, match="tools must be functions whose parameters are a JSON schema"):
+        use("required")
+    calling = use("auto").calling
+    xml = "<function=count>\n<parameter=what>\n{book}\n</parameter>\n</function>"
+    text = '[count(what="{book}")]' if name == "pythonic" else f"<tool_call>\n{xml}\n</tool_call>"
+    assert accepts(calling.form, text)
+    assert read(calling, text, 3)[1] == [("count", '{"what": "{book}"}')]

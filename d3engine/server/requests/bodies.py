@@ -171,12 +171,18 @@ def _read(body: bytes, shape: type[S], unknown_deeper: Callable[[S], list[str]] 
     return asked, unknown
 
 
+_HALF = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u)")
+"""An escape of the first half of a character, such as an emoji's, without the second."""
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """A body that is a JSON object. Raises `RequestError`."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise invalid(None, f"The body is no JSON: {error}.", "invalid_json") from None
+        half = _HALF.search(body)  # behind which the decoder misses more of the body
+        why = error if half is None else f"{half[1].decode()} is half of a character, without its other half"
+        raise invalid(None, f"The body is no JSON: {why}.", "invalid_json") from None
     if not isinstance(content, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     return content

@@ -222,6 +222,10 @@ def _with_thinking(asked: ChatRequest, style: ChatStyle) -> ChatRequest:
     return structs.replace(asked, chat_template_kwargs={**variables, **(asked.chat_template_kwargs or {})})
 
 
+DEVELOPER = "developer"
+"""OpenAI's newer word for "system", whose messages most templates would leave out without a word."""
+
+
 async def chat_prompt(
     served: AppState,
     asked: ChatRequest | TokenizeRequest,
@@ -234,6 +238,8 @@ async def chat_prompt(
     begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     has_calls = any(message.get("tool_calls") for message in messages)
     as_text = has_calls and (await _style(served, asked)).arguments_as_text
+    if DEVELOPER in (message.get("role") for message in messages) and not (await _style(served, asked)).knows_developer:
+        messages = [{**one, "role": "system"} if one.get("role") == DEVELOPER else one for one in messages]
     try:
         found: Mapping[str, list[int]] = await served.client.chat_prompt(
             with_arguments_read(messages, as_text=as_text),

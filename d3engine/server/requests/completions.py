@@ -80,7 +80,8 @@ async def prepare_all(
     refused. Raises `RequestError` or `InvalidValueError` for the first that can never run.
     """
     served, found = served_by(request), list[EngineRequest]()
-    most, named_adapter = served.client.max_model_len, served.models.adapter(model)
+    # It may have been unloaded since the request named it.
+    most, named_adapter = served.client.max_model_len, served.models.adapter(served.models.check(model))
     adapter = {} if named_adapter is None else {"lora_request": named_adapter}
     flow = request.scope["state"].get("api_key", ""), os.urandom(8).hex()
     try:

@@ -246,17 +246,25 @@ class PythonFormat(ToolFormat):
             if unknown := sorted(set(schema) - _PLAIN - _DEFINITIONS):
                 allowed = f"functions of named parameters alone, as calls are written here (without {unknown[0]!r})"
                 raise InvalidValueError("tools", dict(schema), allowed)
-            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            properties, needed = schema.get("properties") or {}, set(schema.get("required") or ())
-            for place, (name, of_value) in enumerate(properties.items()):
-                own = {**({} if of_value is True else of_value or {"not": {}}), **shared}
-                given = f"{self.argument(name, f'value_{nth}_{place}', own)} rest_{nth}_{place + 1}"
-                rules.append(f"value_{nth}_{place}: {self.value(own)}")
-                for kind, before in (("first", ""), ("rest", self.separator)):
-                    skipped = "" if name in needed else f" | {kind}_{nth}_{place + 1}"
-                    rules.append(f"{kind}_{nth}_{place}: {before}{given}{skipped}")
-            rules += [f'{kind}_{nth}_{len(properties)}: ""' for kind in ("first", "rest")]
+            try:
+                rules += self._rules_of(nth, schema)
+            except (AttributeError, TypeError):
+                allowed = "functions whose parameters are a JSON schema: a keyword's value has the wrong type"
+                raise InvalidValueError("tools", dict(schema), allowed) from None
         return rules
+
+    def _rules_of(self, nth: int, schema: Mapping[str, Any]) -> list[str]:
+        rules = []
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        properties, needed = schema.get("properties") or {}, set(schema.get("required") or ())
+        for place, (name, of_value) in enumerate(properties.items()):
+            own = {**({} if of_value is True else of_value or {"not": {}}), **shared}
+            given = f"{self.argument(name, f'value_{nth}_{place}', own)} rest_{nth}_{place + 1}"
+            rules.append(f"value_{nth}_{place}: {self.value(own)}")
+            for kind, before in (("first", ""), ("rest", self.separator)):
+                skipped = "" if name in needed else f" | {kind}_{nth}_{place + 1}"
+                rules.append(f"{kind}_{nth}_{place}: {before}{given}{skipped}")
+        return rules + [f'{kind}_{nth}_{len(properties)}: ""' for kind in ("first", "rest")]
 
     def head_pattern(self) -> re.Pattern[str]:
         return re.compile(r"(?:[\s\[,)]|<\|python_tag\|>)*(?P<name>[\w-]+)\(")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -40,17 +41,18 @@ def form_of(asked: Common) -> StructuredOutputsParams | None:
 
 def _by_response_format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     kind = given.get("type")
+    present = {name for name, value in given.items() if value is not None}
     if kind == "json_schema":
-        return _by_json_schema(given)
-    if kind not in ("text", "json_object") or len(given) > 1:
+        return _by_json_schema(given, present)
+    if kind not in ("text", "json_object") or len(present) > 1:
         raise invalid("response_format", must_be("response_format", given, _FORMATS) + ".")
     return None if kind == "text" else StructuredOutputsParams(json_object=True)
 
 
-def _by_json_schema(given: Mapping[str, Any]) -> StructuredOutputsParams:
+def _by_json_schema(given: Mapping[str, Any], present: set[str]) -> StructuredOutputsParams:
     """`strict` makes no difference: every answer satisfies the schema."""
     asked = given.get("json_schema")
-    fits = isinstance(asked, dict) and set(given) == {"type", "json_schema"}
+    fits = isinstance(asked, dict) and present == {"type", "json_schema"}
     fits = fits and set(asked or ()) <= {"name", "description", "schema", "strict"}
     if not fits or not isinstance(asked, dict) or not isinstance(asked.get("name"), str):
         raise invalid("response_format", must_be("response_format", given, _FORMATS) + ".")
@@ -69,7 +71,9 @@ def by_names(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidValueError as error:
         raise InvalidValueError(names.get(error.field, error.field), error.value, error.allowed) from None
     except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
+        if (given := names.get(error.param or "")) is not None:
+            error.message = re.sub(rf"^{re.escape(str(error.param))}\b", given, error.message)
+            error.param = given
         raise
 
 

@@ -35,7 +35,8 @@ class ChatStyle:
     """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
 
     `variables` are those that switch reasoning. With `arguments_as_text` it writes the arguments of earlier calls only
-    if they are JSON text. `special_ids` are the tokenizer's special tokens by their spelling.
+    if they are JSON text. One that `knows_developer` has that role. `special_ids` are the tokenizer's special tokens by
+    their spelling.
     """
 
     shows_tools: bool = False
@@ -43,6 +44,7 @@ class ChatStyle:
     reasoning: formats.ReasoningFormat | None = None
     variables: frozenset[str] = frozenset()
     arguments_as_text: bool = False
+    knows_developer: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,7 @@ class ChatStyles:
             reasoning=self._reasoning_format(source),
             variables=_variables(source),
             arguments_as_text=not texts[0] and bool(texts[1]),
+            knows_developer=re.search(r"['\"]developer['\"]", source) is not None,
             special_ids=specials,
         )
 

@@ -236,7 +236,8 @@ class _XmlArguments(_Arguments):
         return "".join([*found, self._end()]), len(text) - (len(self._waiting) - end.end())
 
     def _written(self, name: str, value: str) -> str:
-        own = (self._schema.get("properties") or {}).get(name)
+        properties = self._schema.get("properties")
+        own = properties.get(name) if isinstance(properties, Mapping) else None
         shared = {key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema}
         is_text = isinstance(own, Mapping) and formats.is_raw_text({**own, **shared})
         return self._member(name, json.dumps(value) if is_text else _as_json(_LITERALS.get(value, value)))

@@ -34,7 +34,18 @@ class DirectStream:
     def write(self, content: bytes) -> None:
         assert self.outlet is not None
         self.num_writes += 1
-        self.outlet.write(content)
+        self.outlet.write(with_plain_lines(content))
+
+
+_SEPARATORS = {b"\xc2\x85": rb"\u0085", b"\xe2\x80\xa8": rb"\u2028", b"\xe2\x80\xa9": rb"\u2029"}
+
+
+def with_plain_lines(events: bytes) -> bytes:
+    """Events of JSON in which Unicode's separators are escaped, at which some clients would cut a line in two."""
+    for separator, escaped in _SEPARATORS.items():
+        if separator in events:
+            events = events.replace(separator, escaped)
+    return events
 
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from d3engine.server.errors import DONE, RequestError, as_request_error, failed_events
-from d3engine.server.responses.running import DirectStream, unless_disconnected
+from d3engine.server.responses.running import DirectStream, unless_disconnected, with_plain_lines
 
 HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -139,7 +139,7 @@ class _Writer:
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        await self._send({"type": "http.response.body", "body": with_plain_lines(content), "more_body": more})
 
 
 class _Silence:

@@ -135,6 +135,9 @@ def _joined(served: AppState, prompt: str | list[int | str]) -> str | list[int]:
     """One prompt: texts among token ids are encoded without special tokens, but for a first one."""
     if isinstance(prompt, str):
         return prompt
+    # Several texts are several prompts there, which are answered one by one.
+    is_one = len(prompt) < 2 or not all(isinstance(part, str) for part in prompt)
+    require(is_one, "prompt", prompt, "one prompt: a text, or token ids with texts among them")
     ids: list[int] = []
     for place, part in enumerate(prompt):
         is_text = isinstance(part, str)

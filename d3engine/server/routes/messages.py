@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -136,9 +137,15 @@ def _result(name: str, part: dict[str, Any]) -> dict[str, Any]:
 CHAT_FIELDS = chat.chat_fields(MessagesRequest, MESSAGES, "messages", "tools", "tool_choice", "chat_template_kwargs")
 
 
+_NOT_BEGUN = [{"role": "assistant", "content": content} for content in ("", [{"type": "text", "text": ""}])]
+"""An answer to go on with that has no text yet."""
+
+
 def _chat_of(asked: CountTokensRequest, **fields: Any) -> ChatRequest:
     """The same as a chat. An answer goes on where the last turn ends if that is the assistant's."""
     messages = read_message_turns(asked.messages)
+    if len(messages) > 1 and messages[-1] in _NOT_BEGUN:
+        messages.pop()  # which Anthropic allows
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if asked.system is not None and asked.system != []:
         messages.insert(0, {"role": "system", "content": chat.read_content("system", asked.system, TURNS)})
@@ -271,21 +278,20 @@ def whole_blocks(news: Delta, *, begins_with_text: bool) -> list[dict[str, Any]]
     if news.text or begins_with_text:
         found.append({"type": "text", "text": news.text})
     for call in news.calls:
-        arguments = _object(call["function"]["arguments"])
-        if arguments is not None:
-            name = call["function"].get("name")
-            found.append({"type": "tool_use", "id": call.get("id"), "name": name, "input": arguments})
+        arguments, name = call["function"]["arguments"], call["function"].get("name")
+        if _is_object(arguments):
+            # As the model wrote it: orjson writes no integer beyond 64 bits.
+            found.append({"type": "tool_use", "id": call.get("id"), "name": name, "input": orjson.Fragment(arguments)})
     if found:
         found[0] |= news.d3ext
     return found
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _is_object(text: str) -> bool:
     try:
-        found = json.loads(text)
+        return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return False
 
 
 PING = named_event({"type": "ping"})

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -24,10 +24,10 @@ from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, files_of
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import invalid, ollamas_error_body
-from d3engine.server.models import LATEST
 from d3engine.server.requests.bodies import known_names, read_as, read_body
 from d3engine.server.requests.chat import job_of
 from d3engine.server.requests.completions import completion_job_of
+from d3engine.server.requests.refused import check_refused
 from d3engine.server.requests.sampling import by_names, check_penalty_window
 from d3engine.server.responses.context import LogprobWords, RequestContext, UsageCounter
 from d3engine.server.responses.running import whole_output
@@ -53,15 +53,10 @@ LOADING = frozenset(
 
 
 NO_OPTIONS = frozenset(ChatRequest.__struct_fields__) - frozenset(Common.__struct_fields__) | {
-    *("model", "stream", "stream_options", "response_format", "structured_outputs")
+    *("model", "stream", "stream_options", "response_format", "structured_outputs"),
+    *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
 }
-"""Fields of a chat that are no way to sample."""
-
-
-def model_of(served: AppState, name: str) -> str:
-    """The id of a request's model, with or without ":latest". Raises `RequestError` for one that is not served."""
-    bare = name.removesuffix(LATEST)
-    return served.models.check(bare if bare in served.models else name)
+"""Fields of a chat that are no way to sample, or that Ollama's answers have no place for."""
 
 
 async def ollama_chat(request: Request) -> Response:
@@ -69,11 +64,11 @@ async def ollama_chat(request: Request) -> Response:
     asked, headers = await read_body(request, ollama.OllamaChatRequest)
     if not asked.messages:
         return _loaded(request, asked, headers)
-    content, headers = _sampling_of(served_by(request), asked, headers)
+    content, names, headers = _sampling_of(served_by(request), asked, headers)
     content["messages"] = [_message(place, turn) for place, turn in enumerate(asked.messages)]
     if asked.tools:
         content["tools"] = [{"type": "function", **tool} for tool in asked.tools]
-    return await _chat(request, asked, content, headers)
+    return await _chat(request, asked, content, headers, names)
 
 
 async def ollama_generate(request: Request) -> Response:
@@ -83,11 +78,11 @@ async def ollama_generate(request: Request) -> Response:
     asked, headers = await read_body(request, ollama.OllamaGenerateRequest)
     if not asked.prompt:
         return _loaded(request, asked, headers)
-    content, headers = _sampling_of(served, asked, headers)
+    content, names, headers = _sampling_of(served, asked, headers)
     if not asked.raw and not asked.suffix and await served.client.chat_template() is not None:
         system = [{"role": "system", "content": asked.system}] if asked.system else []
         content["messages"] = [*system, {"role": "user", "content": asked.prompt}]
-        return await _chat(request, asked, content, headers, messages="prompt")
+        return await _chat(request, asked, content, headers, {**names, "messages": "prompt"})
     if asked.system:
         why = "the prompt is not written by a chat template (raw, suffix, or a model without one)"
         raise invalid("system", must_be("system", asked.system, f"absent, since {why}") + ".")
@@ -95,7 +90,7 @@ async def ollama_generate(request: Request) -> Response:
         raise invalid("think", must_be("think", asked.think, "absent or false where no chat template is used") + ".")
     logprobs, top = content.pop("logprobs", None), content.pop("top_logprobs", None)
     content |= {"prompt": asked.prompt, "logprobs": (top or 0) if logprobs else None, "suffix": asked.suffix or None}
-    with _ollamas_names():
+    with by_names(names):
         completion = read_as(content, CompletionRequest)
         job = await completion_job_of(request, completion, id_prefix="ollama-", ends_with_context=True)
     return await respond(job, OllamaAnswer(job, asked), headers)
@@ -103,7 +98,7 @@ async def ollama_generate(request: Request) -> Response:
 
 def _loaded(request: Request, asked: ollama.OllamaGenerating, headers: Mapping[str, str]) -> Response:
     """The answer to a request without a prompt, which asks for the model to be loaded."""
-    model_of(served_by(request), asked.model)
+    served_by(request).models.check(asked.model)
     line: dict[str, Any] = {"model": asked.model, "created_at": _now(), "done": True, "done_reason": "load"}
     is_chat = isinstance(asked, ollama.OllamaChatRequest)
     more = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
@@ -115,33 +110,31 @@ async def _chat(
     asked: ollama.OllamaGenerating,
     content: dict[str, Any],
     headers: Mapping[str, str],
-    **names: str,
+    names: Mapping[str, str],
 ) -> Response:
-    with _ollamas_names(**names):
+    with by_names(names):
         chat = read_as(content, ChatRequest)
         job, headers = await job_of(request, chat, headers, id_prefix="ollama-", ends_with_context=True)
     return await respond(job, OllamaAnswer(job, asked), headers)
 
 
-def _ollamas_names(**more: str) -> AbstractContextManager[None]:
-    names = {ours: f"options.{theirs}" for theirs, ours in OLLAMA.others.items()}
-    names |= {"response_format": "format", "enable_thinking": "think", "reasoning_effort": "think"}
-    return by_names(names | more)
-
-
 def _sampling_of(
     served: AppState, asked: ollama.OllamaGenerating, headers: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of a chat that stand beside its messages, and the headers, which name the options that are ignored."""
-    content: dict[str, Any] = {"model": model_of(served, asked.model), "stream": asked.stream is not False}
+) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """The fields of a chat that stand beside its messages, by which names the request has them, and the headers, which
+    name the options that are ignored.
+    """
+    content: dict[str, Any] = {"model": served.models.check(asked.model), "stream": asked.stream is not False}
     if asked.logprobs or asked.top_logprobs:
         content |= {"logprobs": asked.logprobs, "top_logprobs": asked.top_logprobs}
     if asked.format not in (None, ""):
         content["response_format"] = _form(asked.format)
     if asked.think is not None:
         content["reasoning_effort" if isinstance(asked.think, str) else "enable_thinking"] = asked.think
+    names = {"response_format": "format", "enable_thinking": "think", "reasoning_effort": "think"}
     ignored = []
     for name, value in (asked.options or {}).items():
+        own = OLLAMA.others.get(name, name)
         if name in LOADING or value is None:
             continue
         if name == "num_ctx":
@@ -149,16 +142,21 @@ def _sampling_of(
             is_there = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
             allowed = f"an integer from 1 to {most}, the context of this server (--max-model-len)"
             require(is_there, "options.num_ctx", value, allowed)
-        elif name == "num_predict":
-            PREDICTED.check("options.num_predict", value)
-            content["max_tokens"] = value if value > 0 else None  # Ollama's words for no bound
-        elif (own := OLLAMA.others.get(name, name)) in known_names(ChatRequest) - NO_OPTIONS:
-            content[own] = value
+        elif own in known_names(ChatRequest) - NO_OPTIONS:
+            if own == "max_tokens":
+                PREDICTED.check(f"options.{name}", value)
+                value = value if value > 0 else None  # Ollama's words for no bound
+            is_one = content.get(own, value) == value
+            require(is_one, f"options.{name}", value, f"absent or what {names.get(own)} is")
+            content[own], names[own] = value, f"options.{name}"
         else:
             ignored.append(f"options.{name}")
     check_penalty_window(content, "options.")
     content.pop("repeat_last_n", None)
-    return content, served.ignored.header(ignored, headers)
+    require(content.get("n") in (None, 1), "options.n", content.get("n"), "absent or 1")
+    with by_names(names):
+        check_refused(content, ChatRequest)  # a raw prompt would take more
+    return content, names, served.ignored.header(ignored, headers)
 
 
 def _form(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +266,10 @@ class OllamaAnswer:
             if not known["arguments"].endswith("}"):
                 continue
             with suppress(ValueError):  # the end of an inner object
-                found.append({"function": {"name": known["name"], "arguments": json.loads(known["arguments"])}})
+                json.loads(known["arguments"])
+                # As the model wrote it, but on one line: orjson writes no integer beyond 64 bits.
+                arguments: Any = orjson.Fragment(known["arguments"].translate(_ON_ONE_LINE))
+                found.append({"function": {"name": known["name"], "arguments": arguments}})
         return found
 
     def _line(self, news: Delta) -> dict[str, Any]:
@@ -303,6 +304,7 @@ class OllamaAnswer:
 
 
 _NOTHING = Delta("", None, None, {})
+_ON_ONE_LINE = str.maketrans("\r\n", "  ")
 
 
 def _nanoseconds(seconds: float | None) -> int:
@@ -321,7 +323,7 @@ async def ollama_embed(request: Request) -> Response:
     """Embed texts, as Ollama has it."""
     began = time.monotonic()
     asked, headers = await read_body(request, ollama.OllamaEmbedRequest)
-    model = model_of(served_by(request), asked.model)
+    model = served_by(request).models.check(asked.model)
     given = embeddings.EmbeddingRequest(input=asked.input, dimensions=asked.dimensions)
     vectors, num_tokens = await embedded(request, given, model, truncate=asked.truncate is not False)
     answer: ollama.OllamaEmbedAnswer = {
@@ -337,7 +339,7 @@ async def ollama_embed(request: Request) -> Response:
 async def ollama_embeddings(request: Request) -> Response:
     """Embed a text, as Ollama had it."""
     asked, headers = await read_body(request, ollama.OllamaEmbeddingsRequest)
-    model = model_of(served_by(request), asked.model)
+    model = served_by(request).models.check(asked.model)
     require(bool(asked.prompt), "prompt", asked.prompt, "a text of at least one character")
     given = embeddings.EmbeddingRequest(input=asked.prompt or "", normalize=False)
     vectors, _ = await embedded(request, given, model, field="prompt", truncate=True)
@@ -363,7 +365,7 @@ async def ollama_show(request: Request) -> Response:
     name = asked.model or asked.name
     if name is None:
         raise invalid("model", "model must be given.", "missing_required_parameter")
-    model_of(served, name)
+    served.models.check(name)
     facts, defaults = await _facts(served), served.client.default_sampling_params
     shown = OLLAMA.values(defaults, "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
     parameters = [f"{option:<30} {value:g}" for option, value in shown.items()]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -368,7 +369,7 @@ class ResponseAnswer:
             "incomplete_details": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "metadata": _as_json(asked.metadata or {}),
             "model": self._job.model,
             "output": [],
             "background": False,
@@ -376,9 +377,9 @@ class ResponseAnswer:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": written},
+            "text": _as_json({"format": written}),
             "tool_choice": choice if asked.tools else "none",
-            "tools": [msgspec.to_builtins(tool) for tool in asked.tools or ()],
+            "tools": _as_json(asked.tools or []),
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -393,6 +394,11 @@ class ResponseAnswer:
             "output_tokens_details": {"reasoning_tokens": self._answer.writer.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _as_json(given: Any) -> Any:
+    """What a request brought, for its response: orjson alone would write no integer beyond 64 bits."""
+    return orjson.Fragment(msgspec.json.encode(given))
 
 
 def _status(news: Delta) -> Literal["completed", "incomplete"]:
