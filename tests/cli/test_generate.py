@@ -96,6 +96,7 @@ def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
     assert "--raw-prompt" in refusal(str(directory), "Tom", "--chat", "--raw-prompt")
     (directory / "chat_template.jinja").unlink()
     assert "--chat must be absent" in refusal(str(directory), "Tom", "--chat")
+    assert "--chat must be given with a prompt (d3engine chat demo" in refusal("demo", "--chat")
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
         generate("demo", PROMPT, "--max-tokens", "5").stdout,
         generate("demo", "-", "--max-tokens", "5", stdin=PROMPT + "\n").stdout,
         generate("demo", "--prompt-file", str(path), "--max-tokens", "5").stdout,
+        generate("demo", "-", "--max-tokens", "5", stdin=f"\ufeff{PROMPT}\n").stdout,
     }
     assert len(texts) == 1
 
