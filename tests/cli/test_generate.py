@@ -132,6 +132,16 @@ def test_a_raw_prompt_is_asked_as_it_is(engine: Engine) -> None:
     assert "note: " not in result.stderr
 
 
+def test_a_draft_models_policy_is_not_said_to_be_certified() -> None:
+    """What stderr says of d3.json is of the policy that is in it."""
+    own, drafted = (
+        generate("demo", PROMPT, "--max-tokens", "4", *more).stderr for more in ([], ["--draft-model", "demo"])
+    )
+    assert own.startswith("depth from d3.json: D3, alpha 0.8, start 0.6 (found safe for word-problems")
+    assert "d3.json" not in drafted
+    assert "tokens/s" in drafted
+
+
 def test_several_prompts_and_answers_come_in_order_under_headers() -> None:
     sampling = ["--n", "2", "--temperature", "1", "--seed", "5", "--max-tokens", "3"]
     lines = generate("demo", PROMPT, "Question:", *sampling).stdout.splitlines()
