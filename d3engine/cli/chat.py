@@ -140,7 +140,7 @@ class Conversation:
     def _read(self) -> tuple[str, bool] | None:
         """The next line, or the lines between two `QUOTES`, and whether they stood there; None at the end of input.
 
-        Ctrl-C ends the input, or drops a message that has begun.
+        Ctrl-C drops what has been typed, as in a shell; it ends a pipe.
         """
         lines: list[str] = []
         try:
@@ -151,8 +151,10 @@ class Conversation:
             while not lines[-1].rstrip().endswith(QUOTES) and (line := self._read_line("... ")) is not None:
                 lines.append(line)
         except KeyboardInterrupt:
-            self._say("")
-            return ("", True) if lines else None
+            if not self._is_interactive:
+                return None
+            self._say("" if lines else "\nCtrl-D or /exit ends the chat.")
+            return "", True
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
         return "\n".join(lines).strip("\n"), True
 

@@ -173,7 +173,7 @@ class Keys(Terminal):
 
 
 def test_ctrl_c_drops_a_message_that_has_begun(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a message of several lines sends nothing, and prompts are not among the answers."""
+    """Ctrl-C at a prompt sends nothing and keeps the chat, and prompts are not among the answers."""
     seen = turns_of(monkeypatch)
     typed = Keys(f'"""one\n^C\n{QUESTION}\n^C\n{QUESTION}\n')
     answers, said = io.StringIO(), io.StringIO()
@@ -181,9 +181,10 @@ def test_ctrl_c_drops_a_message_that_has_begun(model: Path, monkeypatch: pytest.
         monkeypatch.setattr(sys, name, stream)
     with Engine(model, device="cpu", max_num_seqs=2, kv_cache_memory_bytes=2**24) as engine:
         Conversation(engine, SamplingParams(temperature=0, max_tokens=9), None, False).run()
-    assert [messages[-1]["content"] for messages in seen] == [QUESTION]
+    assert [[message["content"] for message in messages][::2] for messages in seen] == [[QUESTION], [QUESTION] * 2]
     assert ">" not in answers.getvalue()
-    assert said.getvalue().count("> ") == 3
+    assert said.getvalue().count("> ") == 5
+    assert said.getvalue().count("Ctrl-D or /exit ends the chat.") == 1
     assert "... " in said.getvalue()
 
 
