@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -229,6 +231,14 @@ def _bin_files(source: Path) -> list[Path]:
     return [source / shard for shard in sorted(set(weight_map.values()))]
 
 
+def _said_of_pickle(error: Exception) -> str:
+    """What torch says of a file, without its advice to run what the file holds."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return first_line(error)
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it holds {named[1]}, and not tensors alone" if named else "it is damaged, or no checkpoint"
+
+
 def load_pickled(file: Path) -> dict[str, Tensor]:
     """Memory-map the tensors of a .bin or .pth file.
 
@@ -249,7 +259,7 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
     except ModelFormatError:
         raise
     except Exception as error:  # for a damaged file the unpickler can raise anything
-        raise ModelFormatError(f"{file} cannot be read as a torch checkpoint: {first_line(error)}") from None
+        raise ModelFormatError(f"{file} cannot be read as a torch checkpoint: {_said_of_pickle(error)}") from None
     if not isinstance(state, dict):
         raise ModelFormatError(f"{file} must hold a dict of tensors, not a {type(state).__name__}")
     for name, tensor in state.items():

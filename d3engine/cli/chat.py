@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,9 +30,9 @@ from d3engine.cli.engine_options import (
     with_adapter,
 )
 from d3engine.cli.streams import given_text, wrapped
-from d3engine.errors import FailedError, InvalidValueError, require
+from d3engine.errors import D3EngineError, EngineDeadError, FailedError, InvalidValueError, require
 from d3engine.request.params import CHECKS
-from d3engine.utils.files import UnreadableFileError, read_text
+from d3engine.utils.files import UnreadableFileError, read_text, write_whole
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
@@ -121,39 +122,51 @@ class Conversation:
         if self._is_interactive:
             _use_line_editing()
             self._say("Type /help for the commands.")
-        while (line := self._read()) is not None:
+        while (read := self._read()) is not None:
+            line, is_quoted = read
             if not line.strip():
                 continue
             try:
-                if line.startswith("/"):
+                if line.startswith("/") and not is_quoted:
                     if not self._command(line):
                         return
                 else:
                     self._answer([*self._messages, {"role": "user", "content": line}])
-            except (InvalidValueError, FailedError) as error:  # of this turn: the conversation is as it was before
+            except EngineDeadError:
+                raise
+            except D3EngineError as error:  # of this turn: the conversation is as it was before
                 self._say(f"error: {' '.join(str(error).split())}")
 
-    def _read(self) -> str | None:
-        """The next line, or the lines between two `QUOTES`, without their end; None at the end of input."""
-        line = self._read_line("> ")
-        if line is None or not line.lstrip().startswith(QUOTES):
-            return line
-        lines = [line.lstrip().removeprefix(QUOTES)]
-        while not lines[-1].rstrip().endswith(QUOTES):
-            line = self._read_line("... ")
-            if line is None:
-                break
-            lines.append(line)
+    def _read(self) -> tuple[str, bool] | None:
+        """The next line, or the lines between two `QUOTES`, and whether they stood there; None at the end of input.
+
+        Ctrl-C drops what has been typed, as in a shell; it ends a pipe.
+        """
+        lines: list[str] = []
+        try:
+            line = self._read_line("> ")
+            if line is None or not line.lstrip().startswith(QUOTES):
+                return None if line is None else (line, False)
+            lines.append(line.lstrip().removeprefix(QUOTES))
+            while not lines[-1].rstrip().endswith(QUOTES) and (line := self._read_line("... ")) is not None:
+                lines.append(line)
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                return None
+            self._say("" if lines else "\nCtrl-D or /exit ends the chat.")
+            return "", True
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
-        return "\n".join(lines).strip("\n")
+        return "\n".join(lines).strip("\n"), True
 
     def _read_line(self, prompt: str) -> str | None:
         try:
-            if self._is_interactive:
+            if self._is_interactive and sys.stdout.isatty():
                 return input(prompt)
+            if self._is_interactive:  # `input` would write the prompt among the answers
+                typer.echo(prompt, nl=False, err=True)
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             self._say("")
             return None
 
@@ -214,20 +227,20 @@ class Conversation:
 
     def _save(self, given: str) -> None:
         require(bool(given), "/save", given, "followed by the name of a file")
-        path = Path(given).expanduser()
-        is_free = path == self._own_file or not path.exists()
+        path = Path(os.path.expanduser(given))
+        is_free = path == self._own_file or not os.path.exists(path)  # where it cannot be looked at, writing fails
         require(is_free, "/save", given, "a file that is not there yet, or this conversation's own")
         text = json.dumps({"messages": self._messages}, indent=2, ensure_ascii=False) + "\n"
         try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise FailedError(f"{given} cannot be written: {error.strerror}") from None
+            write_whole(path, text)
+        except (OSError, ValueError) as error:
+            raise FailedError(f"{given} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         self._own_file = path
         self._say(f"Saved {len(self._messages)} messages to {given}.")
 
     def _load(self, given: str) -> None:
         require(bool(given), "/load", given, "followed by the name of a file")
-        path = Path(given).expanduser()
+        path = Path(os.path.expanduser(given))
         try:
             found = json.loads(read_text(path))
         except (UnreadableFileError, ValueError, RecursionError) as error:

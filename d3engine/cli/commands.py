@@ -233,6 +233,10 @@ def _unknown(error: Any) -> str:
     new = respelled(error.option_name)
     if new is not None:
         return f"there is no option {error.option_name} any more: write {new}"
+    for argument in error.ctx.command.params if error.ctx else ():  # --model, as other programs have it
+        name = argument.metavar or ""
+        if argument.param_type_name == "argument" and name.lower().startswith(error.option_name.strip("-")):
+            return f"there is no option {error.option_name}: {name} is an argument"
     like = f" (is it {' or '.join(sorted(error.possibilities))}?)" if error.possibilities else ""
     return f"there is no option {error.option_name}{like}"
 

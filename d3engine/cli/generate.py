@@ -98,6 +98,8 @@ def generate(
     if not texts:
         is_problem = model == "demo" or problem_seed is not None
         require(is_problem, "PROMPT", NOTHING, 'given: a text, "-" for stdin, or --prompt-file FILE')
+        for flag, given in (("--chat", chat), ("--raw-prompt", raw_prompt)):
+            require(not given, flag, NOTHING, f"given with a prompt (d3engine chat {quote(model)} asks for one)")
         from d3engine.cli.demo import show_problem
 
         with naming_the_flag(sampling):
@@ -133,12 +135,16 @@ def generate(
 def _read_prompts(prompts: Sequence[str], prompt_file: Path | None) -> list[str]:
     """The prompts of the command line; "-" is all of stdin, less its last line feed."""
     require(prompts.count("-") <= 1, "PROMPT", NOTHING, 'given as "-" once at most, since stdin can be read only once')
-    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else given_text(prompt) for prompt in prompts]
+    texts = [_whole_stdin() if prompt == "-" else given_text(prompt) for prompt in prompts]
     for text in texts:
         require(is_unicode(text), "PROMPT", text, "UTF-8 text")
     if prompt_file is not None:
         texts.append(text_of("--prompt-file", prompt_file, ', or the prompt "-" for stdin').removesuffix("\n"))
     return texts
+
+
+def _whole_stdin() -> str:
+    return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
 
 
 def _in_form_of(model: str, directory: Path, texts: list[str]) -> list[str]:

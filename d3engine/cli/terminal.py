@@ -154,9 +154,15 @@ class Writer:
         self._console.file.write((f"\x1b[{back}D" if back > 0 else "") + ("\x1b[K" if cells else ""))
 
 
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise as any other write does, so that every command ends with one code; rich would end with 1."""
+        raise BrokenPipeError
+
+
 def new_console() -> Console:
     """Stdout, as it is now."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    return _Stdout(file=sys.stdout, highlight=False, soft_wrap=True)
 
 
 def layers_by_token(depths: Iterable[int]) -> str:

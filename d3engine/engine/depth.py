@@ -146,8 +146,9 @@ def check_calibrated_with(directory: Path, name: str) -> None:
 
 
 def own_setting(policy: DepthPolicy, directory: Path) -> str | None:
-    """A sentence on the setting that "auto" has found in `d3.json`: for which task it is; None without that file."""
-    if not is_there(beside(directory, POLICY_FILE)):
+    """A sentence on the setting that "auto" has found in `d3.json`: for which task it is; None without that file, and
+    for another policy, such as a draft model's."""
+    if not is_there(beside(directory, POLICY_FILE)) or policy != policy_from_directory(directory):
         return None
     task = calibrated_task(directory)
     shown = f"found safe for {task}, for no other task" if task else "the file does not say for which task"

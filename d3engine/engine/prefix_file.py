@@ -21,7 +21,7 @@ from d3engine.errors import D3EngineError
 from d3engine.kernels.kv_pool import KVPool, values_and_scales
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.scheduling.prefix_cache import Prefix, PrefixCache
-from d3engine.utils.files import is_there, open_regular, path_of, write_whole
+from d3engine.utils.files import UnreadableFileError, is_there, open_regular, path_of, write_whole
 from d3engine.utils.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -114,6 +114,16 @@ class PrefixFile:
                     entries = own.clone().view(part.dtype).view(len(blocks), *part.shape[1:])
                     part[blocks.to(part.device)] = entries.to(part.device)
         return count
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a file is there that is neither one of prefixes nor what a power cut leaves of one."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(1024)
+    except UnreadableFileError:  # reading and writing it say why
+        return False
+    return bool(head.strip(b"\0")) and _OF.encode() not in head
 
 
 def _rows(rows: Iterable[bytes]) -> Tensor:

@@ -27,6 +27,7 @@ from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.executors import executor_for
 from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
+from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.engine.settings import EngineSettings, ExecutorKind
 from d3engine.errors import NOTHING, InvalidValueError, require
@@ -261,6 +262,8 @@ def _check_prefix_file(given: EngineConfig) -> None:
     require(
         is_writable(Path(path)), "prefix_cache_file", str(path), "a file that can be written, in an existing folder"
     )
+    allowed = "a new file, or one of prefixes, since it is written over at the end"
+    require(not is_foreign(Path(path)), "prefix_cache_file", str(path), allowed)
     require(given.enable_prefix_caching, "prefix_cache_file", str(path), "None beside enable_prefix_caching=False")
     require(given.weights is None, "prefix_cache_file", str(path), "None beside weights, which no file names")
     alone = "None beside tensor_parallel_size above 1"

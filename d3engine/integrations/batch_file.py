@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import stat
@@ -217,6 +218,8 @@ def read_lines(path: Path) -> Iterator[Line]:
             number = 0
             while content := file.readline(LONGEST_LINE + 1):
                 number += 1
+                if number == 1:
+                    content = content.removeprefix(codecs.BOM_UTF8)  # of an editor on Windows
                 if len(content) > LONGEST_LINE and not content.endswith(b"\n"):
                     message = f"The line has more than {LONGEST_LINE:,} bytes."
                     yield _faulty(number, content, None, "line_too_long", message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -80,6 +81,7 @@ class GuardedServer(uvicorn.Server):
                 timeout_graceful_shutdown=CUT_SECONDS,
             )
         )
+        self._address = address_of(settings.host, settings.port)
         self._traffic = traffic
         self._drain_timeout = settings.drain_timeout
         self._say = say
@@ -93,7 +95,12 @@ class GuardedServer(uvicorn.Server):
         self._started = act
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+            for bound in sockets or ():
+                bound.getsockname()  # fails where uvloop could not listen and has closed it
+        except OSError:  # of two servers that have bound one port the first to listen has it
+            raise FailedError(f"cannot listen at {self._address}: {os.strerror(errno.EADDRINUSE)}") from None
         if self._started is not None:
             self._started()
 

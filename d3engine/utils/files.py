@@ -10,10 +10,11 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from d3engine.errors import D3EngineError
 
@@ -120,8 +121,11 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_text(path: str | Path, most: int = DATA_BYTES) -> str:
-    """UTF-8 text with "\\n" for every kind of line end; raises as `read_bytes`, and for bytes that are no UTF-8."""
-    return as_text(read_bytes(path, most), path)
+    """UTF-8 text with "\\n" for every kind of line end; raises as `read_bytes`, and for bytes that are no UTF-8.
+
+    A byte order mark, which editors on Windows write first, is no part of it.
+    """
+    return as_text(read_bytes(path, most), path).removeprefix("\ufeff")
 
 
 def as_text(content: bytes, path: str | Path) -> str:
@@ -189,10 +193,27 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         raise
 
 
+if sys.platform == "win32":
+
+    def _lock(file: IO[bytes]) -> None:
+        """Nothing: there a lock would keep others from reading."""
+
+else:
+    import fcntl
+
+    def _lock(file: IO[bytes]) -> None:
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+
+
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write whole lines to the end of a file, over a last one that was cut off; raises `D3EngineError`."""
+    """Write whole lines to the end of a file, over a last one that was cut off; raises `D3EngineError`.
+
+    Processes that add to one file at once wait for each other.
+    """
     try:
-        with open(path, "r+b" if is_there(path) else "x+b") as file:
+        with open(path, "a+b") as file:
+            _lock(file)
             whole = file.seek(0, os.SEEK_END)
             while whole:
                 start = max(0, whole - _CHUNK)

@@ -4,16 +4,17 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from invoking import invoke, refused, succeed
+from invoking import Terminal, invoke, refused, succeed
 from rich.console import Console
 from watching import watch
 
-from d3engine.cli.chat import HELP
+from d3engine.cli.chat import HELP, Conversation
 from d3engine.cli.terminal import Writer
 from d3engine.engine.engine import Engine
 from d3engine.engine.model_directory import model_directory
@@ -152,6 +153,41 @@ def test_a_message_of_several_lines_stands_in_quotation_marks(model: Path, monke
     assert [messages[-1]["content"] for messages in seen] == ["one\n\ntwo", "three", "four"]
 
 
+def test_a_quoted_message_is_no_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that begins with a comment can be sent in quotation marks."""
+    seen = turns_of(monkeypatch)
+    result = chat(model, '"""', "/* add */", "int x;", '"""', '"""/exit"""', "/nothing")
+    assert [messages[-1]["content"] for messages in seen] == ["/* add */\nint x;", "/exit"]
+    assert result.stderr.count("error: ") == 1
+
+
+class Keys(Terminal):
+    """A terminal on which Ctrl-C is pressed where a line says so."""
+
+    def readline(self, *_: Any) -> str:
+        """The next line."""
+        line = super().readline()
+        if line == "^C\n":
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_drops_a_message_that_has_begun(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at a prompt sends nothing and keeps the chat, and prompts are not among the answers."""
+    seen = turns_of(monkeypatch)
+    typed = Keys(f'"""one\n^C\n{QUESTION}\n^C\n{QUESTION}\n')
+    answers, said = io.StringIO(), io.StringIO()
+    for name, stream in (("stdin", typed), ("stdout", answers), ("stderr", said)):
+        monkeypatch.setattr(sys, name, stream)
+    with Engine(model, device="cpu", max_num_seqs=2, kv_cache_memory_bytes=2**24) as engine:
+        Conversation(engine, SamplingParams(temperature=0, max_tokens=9), None, False).run()
+    assert [[message["content"] for message in messages][::2] for messages in seen] == [[QUESTION], [QUESTION] * 2]
+    assert ">" not in answers.getvalue()
+    assert said.getvalue().count("> ") == 5
+    assert said.getvalue().count("Ctrl-D or /exit ends the chat.") == 1
+    assert "... " in said.getvalue()
+
+
 def test_the_system_message_is_set_shown_and_removed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = turns_of(monkeypatch)
     result = chat(model, "/system", "one", "/system Be right.", "two", "/reset", "three", '/system ""', "four")
@@ -191,6 +227,20 @@ def test_a_conversation_is_saved_and_goes_on(model: Path, tmp_path: Path, monkey
     assert seen[-1] == [*saved, {"role": "user", "content": "next"}]
     assert len(json.loads(path.read_text())["messages"]) == 5
     assert result.stderr.count("error: /load must be a file") == 1
+
+
+def test_a_conversation_outlives_what_fails_in_a_turn(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that cannot be written and a file that is no policy's end a turn, and not the chat."""
+    seen = turns_of(monkeypatch)
+    places = (f"{tmp_path}/{'x' * 300}", "~nosuchuser/talk.json", f"{tmp_path}/none/talk.json")
+    bridged = f"/depth d3 alpha=0.9 start=0.6 bridges={tmp_path}/none.safetensors"
+    result = chat(model, QUESTION, *(f"/save {place}" for place in places), "/load ~nosuchuser/x", bridged, "next")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert [line.endswith(("File name too long", "No such file or directory")) for line in errors[:3]] == [True] * 3
+    assert len(errors) == 5
+    assert [message["role"] for message in seen[-1]] == ["user", "assistant", "user"]
 
 
 def test_sampling_is_set_and_shown(model: Path) -> None:

@@ -58,10 +58,11 @@ def test_a_full_stdout_is_one_line_and_exit_code_1(arguments: list[str]) -> None
     assert (result.returncode, result.stderr) == (1, b"error: stdout: No space left on device\n")
 
 
-def test_a_reader_who_has_gone_ends_a_command_without_a_word() -> None:
+@pytest.mark.parametrize("words", [SCHEDULE, ["generate", "demo", "--max-tokens", "2", "--device", "cpu", "-q"]])
+def test_a_reader_who_has_gone_ends_a_command_without_a_word(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "d3engine", *SCHEDULE]
+    command = [sys.executable, "-m", "d3engine", *words]
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (ExitCode.PIPE_CLOSED, b"")

@@ -261,3 +261,6 @@ def test_eval_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     kept.write_text('{"key": "of something else"}\n')
     assert f"{kept}, line 1, is no answer of d3engine eval" in refused([*EVAL, "--answers", str(kept)])
     assert kept.read_text() == '{"key": "of something else"}\n'
+    kept.write_text('{"mine": "without a line feed at its end"}')
+    assert f"{kept} is no file of d3engine eval" in refused([*EVAL, "--answers", str(kept)])
+    assert kept.read_text() == '{"mine": "without a line feed at its end"}'

@@ -96,6 +96,7 @@ def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
     assert "--raw-prompt" in refusal(str(directory), "Tom", "--chat", "--raw-prompt")
     (directory / "chat_template.jinja").unlink()
     assert "--chat must be absent" in refusal(str(directory), "Tom", "--chat")
+    assert "--chat must be given with a prompt (d3engine chat demo" in refusal("demo", "--chat")
 
 
 def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_stdin_and_a_file_are_prompts_too(tmp_path: Path) -> None:
         generate("demo", PROMPT, "--max-tokens", "5").stdout,
         generate("demo", "-", "--max-tokens", "5", stdin=PROMPT + "\n").stdout,
         generate("demo", "--prompt-file", str(path), "--max-tokens", "5").stdout,
+        generate("demo", "-", "--max-tokens", "5", stdin=f"\ufeff{PROMPT}\n").stdout,
     }
     assert len(texts) == 1
 
@@ -128,6 +130,16 @@ def test_a_raw_prompt_is_asked_as_it_is(engine: Engine) -> None:
     result = generate("demo", bare, "--raw-prompt", "--max-tokens", "4")
     assert result.stdout == expected.text + "\n"
     assert "note: " not in result.stderr
+
+
+def test_a_draft_models_policy_is_not_said_to_be_certified() -> None:
+    """What stderr says of d3.json is of the policy that is in it."""
+    own, drafted = (
+        generate("demo", PROMPT, "--max-tokens", "4", *more).stderr for more in ([], ["--draft-model", "demo"])
+    )
+    assert own.startswith("depth from d3.json: D3, alpha 0.8, start 0.6 (found safe for word-problems")
+    assert "d3.json" not in drafted
+    assert "tokens/s" in drafted
 
 
 def test_several_prompts_and_answers_come_in_order_under_headers() -> None:

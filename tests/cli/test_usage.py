@@ -14,6 +14,8 @@ QUANTIZE = ("weights", "quantize", "demo", "nowhere")
         (("generate", "demo", "x", "--temperature", "hot"), "--temperature must be a number; got 'hot'"),
         (("generate", "demo", "x", "--max-tokens", "1.5"), "--max-tokens must be an integer; got '1.5'"),
         (("generate", "demo", "x", "--temprature", "1"), "there is no option --temprature (is it --temperature?)"),
+        (("chat", "--model", "demo"), "there is no option --model: MODEL is an argument"),
+        (("generate", "demo", "-p", "x"), "there is no option -p: PROMPT is an argument"),
         (("generate", "demo", "x", "--temperature"), "Option '--temperature' requires an argument"),
         ((*QUANTIZE, "--scheme", "int5"), "--scheme: 'int5' is not one of 'int8', 'int4', 'fp8'"),
     ],

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import save
 from tiny_models import save_tiny_llama
 
 from d3engine import D3, AsyncEngine, Engine, EngineDeadError, FullDepth, InvalidValueError, SamplingParams
@@ -109,7 +111,7 @@ def flip(path: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "a bit": (flip, {}),
     "its end": (lambda path: path.write_bytes(path.read_bytes()[:-10]), {}),
-    "all": (lambda path: path.write_text("not a file of prefixes"), {}),
+    "all": (lambda path: path.write_bytes(bytes(path.stat().st_size)), {}),
     "nothing, but blocks have another size": (lambda path: None, {"block_size": 8}),
     "nothing, but entries have another type": (lambda path: None, {"kv_cache_dtype": "fp8"}),
     "nothing, but another code computes": (lambda path: None, {"backend": "torch"}),
@@ -134,6 +136,15 @@ def test_a_file_that_is_not_this_engines_is_left_aside_and_said(
         assert answers(engine) == found
     with make(**changes) as engine:  # which the engine before has written anew
         assert len(engine.scheduler.prefix_cache) > 0
+
+
+@pytest.mark.parametrize("content", [b"notes", save({"a": torch.ones(2)})])
+def test_a_file_of_something_else_is_not_written_over(make: Make, tmp_path: Path, content: bytes) -> None:
+    """A file that no engine has written is refused, and stays as it is."""
+    (tmp_path / "prefixes").write_bytes(content)
+    with pytest.raises(InvalidValueError, match="prefix_cache_file must be a new file, or one of prefixes"):
+        make()
+    assert (tmp_path / "prefixes").read_bytes() == content
 
 
 def test_blocks_of_other_ropes_are_left_aside(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,6 +60,9 @@ def test_empty_lines_count_without_requests_and_last_is_open(tmp_path: Path) -> 
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n  \r\n" + json.dumps(GOOD).encode() + b"\r\n\n" + json.dumps(GOOD).encode())
     assert [line.number for line in read_lines(path)] == [3, 5]
+    plain = path.read_bytes().lstrip()
+    path.write_bytes(b"\xef\xbb\xbf" + plain)
+    assert [(line.fault, line.id) for line in read_lines(path)] == [(None, of().id)] * 2
 
 
 def test_line_too_long_for_memory_fails_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

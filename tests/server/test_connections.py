@@ -23,7 +23,7 @@ from d3engine.errors import FailedError
 from d3engine.server import connections
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.responses.streams import OPENAI_FORM, EventStream
-from d3engine.server.running import bind, most_connections
+from d3engine.server.running import GuardedServer, bind, most_connections
 
 HASTY = GuardSettings(port=0, header_timeout=0.2, body_timeout=0.2, write_timeout=0.2, max_body_bytes=100_000)
 
@@ -461,6 +461,20 @@ def test_bind_of_a_taken_port_fails_before_loading() -> None:
         port = other.getsockname()[1]
         with pytest.raises(FailedError, match=rf"cannot listen at http://127\.0\.0\.1:{port}: Address already in use"):
             bind(GuardSettings(port=port))
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_second_server_of_a_port_ends_by_its_name(loop: str) -> None:
+    """Of two servers that load at the same time the second to listen says which address is taken."""
+    with bind(GuardSettings(port=0)) as first:
+        settings = GuardSettings(port=first.getsockname()[1])
+        app = GuardedApp(settings)
+        server = GuardedServer(app.app, settings, app.traffic, [].append)
+        factory = asyncio.new_event_loop if loop == "asyncio" else server.config.get_loop_factory()
+        with bind(settings) as second, asyncio.Runner(loop_factory=factory) as runner:
+            first.listen()
+            with pytest.raises(FailedError, match=rf"cannot listen at http://127\.0\.0\.1:{settings.port}: Address"):
+                runner.run(server.serve([second]))
 
 
 def crowded(most: int, **posted: Any) -> tuple[GuardedApp, GuardSettings]:

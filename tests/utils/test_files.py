@@ -8,6 +8,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,15 @@ from d3engine.text.chat_template import load_chat_template
 from d3engine.text.prompts import QUESTION_TEMPLATE_FILE, load_question_template
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.utils import files
-from d3engine.utils.files import CONFIG_BYTES, UnreadableFileError, read_bytes, read_json, read_text, write_whole
+from d3engine.utils.files import (
+    CONFIG_BYTES,
+    UnreadableFileError,
+    append_lines,
+    read_bytes,
+    read_json,
+    read_text,
+    write_whole,
+)
 from d3engine.weights_tools.convert import convert_llama2c, load_pickled
 
 DEMO = Path(files.__file__).parents[1] / "demo_model"
@@ -242,6 +251,8 @@ def test_bound_counts_bytes_read_and_not_the_stated_size(tmp_path: Path) -> None
 def test_text_has_one_kind_of_line_end_and_is_utf8(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes("ä\r\nb\rc\n".encode())
     assert read_text(tmp_path / "text") == "ä\nb\nc\n"
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone \xe2\x80\xa8line\r\n\r\ntwo\r\n")
+    assert read_prompts(tmp_path / "text", 9) == ["one \u2028line", "two"]
     (tmp_path / "text").write_bytes(b"caf\xe9")
     with pytest.raises(UnreadableFileError, match=r"text is not UTF-8 text: .* position 3"):
         read_text(tmp_path / "text")
@@ -284,6 +295,19 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     write_whole(page, "new")
     assert page.read_text() == "new"
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_lines_that_several_add_at_once_are_all_whole(tmp_path: Path) -> None:
+    """Two commands that keep their answers in one file do not write over each other's."""
+    path, texts = tmp_path / "kept.jsonl", [letter * (99 + 7 * place) for place, letter in enumerate("abcdefgh")]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for done in [pool.submit(append_lines, path, [text]) for _ in range(25) for text in texts]:
+            done.result()
+    assert sorted(path.read_text().splitlines()) == sorted(25 * texts)
+    path.write_bytes(path.read_bytes() + b"torn")
+    append_lines(path, ["last"])
+    assert path.read_text().splitlines()[-2:] != ["torn", "last"]
+    assert path.read_text().endswith("\nlast\n")
 
 
 def test_a_written_file_keeps_its_mode_and_a_link_stays_one(tmp_path: Path) -> None:

@@ -62,9 +62,8 @@ class Exploit:
 def test_a_pickle_that_runs_code_is_refused_unrun(tmp_path: Path) -> None:
     save_bin(tmp_path / "bin", make_model())
     torch.save({"weight": Exploit(tmp_path / "pwned")}, tmp_path / "bin" / "pytorch_model.bin")
-    assert_refuses(
-        r"pytorch_model\.bin cannot be read as a torch checkpoint", convert_bin, tmp_path / "bin", tmp_path / "out"
-    )
+    said = r"pytorch_model\.bin cannot be read as a torch checkpoint: it holds [\w.]+, and not tensors alone$"
+    assert_refuses(said, convert_bin, tmp_path / "bin", tmp_path / "out")
     assert not (tmp_path / "pwned").exists()
     assert not (tmp_path / "out").exists()
 

@@ -21,6 +21,10 @@ Prompt: TypeAlias = str | dict[str, list[int]]
 """A text, or `{"prompt_token_ids": [...]}`, as `Engine.chat_prompt` gives it."""
 
 
+BEGINS = b'{"key": "'
+"""The beginning of every line."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one prompt was answered with, and at what cost; `seconds` is its part of the wall clock of its batch.
@@ -52,6 +56,9 @@ class KeptAnswers:
         self._answers: dict[str, Answer] = {}
         content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
         whole = content[: content.rfind(b"\n") + 1]
+        torn = content[len(whole) :]
+        if not (torn.startswith(BEGINS) or BEGINS.startswith(torn)):  # no other file's last line is written over
+            raise D3EngineError(f"{path} is no file of d3engine eval: its last line is none of an answer's")
         for number, line in enumerate(as_text(whole, path).splitlines(), start=1):
             try:
                 fields = as_json(line, path)
