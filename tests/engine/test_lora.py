@@ -281,3 +281,21 @@ async def test_async_engine_loads_and_unloads_at_work(
         assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
         with pytest.raises(InvalidValueError, match="lora_request must be"):
             await answer(engine, PROMPTS[0], "patterns")
+
+
+@on_a_loop
+async def test_cancelled_loading_leaves_no_adapter_half_loaded(adapted: Adapted, native_library: None) -> None:
+    """An engine and its process agree on what is loaded, whenever the caller leaves: it can be unloaded, and loaded."""
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    async with AsyncEngine(adapted.model, device="cpu", transport="process", **options) as engine:
+        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
+        while not engine._dispatcher.is_working:
+            await asyncio.sleep(0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        await engine.unload_lora_adapter("some")
+        await engine.load_lora_adapter("some", adapted.paths["some"])
+        assert list(engine.lora_adapters) == ["some"]
+        await engine.prepare(PROMPTS[0], GREEDY, lora_request=LoRARequest("brought", 7, str(adapted.paths["all"])))
+        await engine.unload_lora_adapter("brought")  # which the process has never had
