@@ -147,8 +147,8 @@ class AsyncEngine(EngineProperties):
         A short one is read here and now: to have a thread do it takes longer.
         """
         read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
-        is_quick = lora_request is None or isinstance(lora_request, str)  # others may have to be loaded
-        if is_quick and _is_short(prompt) and (params is None or _is_plain(params)):
+        # An adapter may have to be loaded, or wait for another that is.
+        if lora_request is None and _is_short(prompt) and (params is None or _is_plain(params)):
             return self._read(read)
         return await self._in_pool(_kind_of(prompt, params), read)
 
