@@ -26,7 +26,14 @@ from d3engine.engine.engine_config import RENAMED, EngineConfig
 from d3engine.engine.new_requests import refuse_others
 from d3engine.engine.settings import EngineProperties
 from d3engine.engine.stats import EngineStats
-from d3engine.errors import EngineClosedError, EngineDeadError, FailedError, MissingExtraError, require
+from d3engine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    FailedError,
+    InvalidValueError,
+    MissingExtraError,
+    require,
+)
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
 from d3engine.text.chat_template import Messages
@@ -140,8 +147,8 @@ class AsyncEngine(EngineProperties):
         A short one is read here and now: to have a thread do it takes longer.
         """
         read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
-        is_quick = lora_request is None or isinstance(lora_request, str)  # others may have to be loaded
-        if is_quick and _is_short(prompt) and (params is None or _is_plain(params)):
+        # An adapter may have to be loaded, or wait for another that is.
+        if lora_request is None and _is_short(prompt) and (params is None or _is_plain(params)):
             return self._read(read)
         return await self._in_pool(_kind_of(prompt, params), read)
 
@@ -233,7 +240,8 @@ class AsyncEngine(EngineProperties):
         """Free weights and KV cache after the requests in progress; `wake_up` loads the weights again.
 
         Settings, tokenizer, chat template and adapters stay, and the prefix cache file is written. Requests that begin
-        before `wake_up` raise `EngineClosedError`, as a `sync()` from before does ever after. Idempotent.
+        before `wake_up` raise `EngineClosedError`, as a `sync()` from before does ever after. Idempotent; a call that
+        is cancelled while it waits leaves the engine awake.
 
         Raises `InvalidValueError` for another level than vLLM's 1, and `FailedError` where the weights are no files.
         """
@@ -241,10 +249,15 @@ class AsyncEngine(EngineProperties):
         if self._restart is None:
             raise FailedError("the engine cannot sleep: its weights are no files that could be loaded again")
         if self._last_stats is None:
-            transport = self._transport
-            await self.drain()
-            last = await self.stats()
-            await asyncio.get_running_loop().run_in_executor(None, self._fall_asleep, transport, last)
+            transport, dispatcher = self._transport, self._dispatcher
+            try:
+                await self.drain()
+                last = await self.stats()
+                await asyncio.get_running_loop().run_in_executor(None, self._fall_asleep, transport, last)
+            except BaseException:  # a caller's time limit, perhaps
+                if self._last_stats is None:
+                    dispatcher.undo_drain()
+                raise
 
     async def wake_up(self) -> None:
         """Load weights again, and adapters as they were before `sleep`. Idempotent; raises as `Engine` does."""
@@ -276,7 +289,7 @@ class AsyncEngine(EngineProperties):
         if self.has_process:
             try:
                 await self._ask("load_lora_adapter", name, os.fspath(path))
-            except BaseException:
+            except Exception:  # a caller who was cancelled has asked already
                 self._front.adapters.unload(name)
                 raise
 
@@ -285,7 +298,8 @@ class AsyncEngine(EngineProperties):
         self._dispatcher.check()
         self._front.adapters.unload(name)
         if self.has_process:
-            await self._ask("unload_lora_adapter", name)
+            with suppress(InvalidValueError):  # it may have had no request of it yet
+                await self._ask("unload_lora_adapter", name)
 
     def heartbeat(self) -> Heartbeat:
         """Whether the engine still works, without asking it."""

@@ -257,7 +257,7 @@ class Dispatcher:
         self._unread: set[int] = set()
         self._done: list[ReplyFuture] = []
         self.busy_since = time.monotonic()  # when it last got something to do after it had nothing
-        self._is_draining = False
+        self._num_drains = 0
         self.end: BaseException | None = None
 
     # -- the readers' side ----------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Dispatcher:
 
     def begin(self, prepared: EngineRequest, notifier: Notifier) -> ReplyFuture:
         """Queue a request; its outputs come into the slot. Raises what has ended the engine, if something has."""
-        if self._is_draining:
+        if self._num_drains:
             self.check()
             raise EngineClosedError("the engine is being drained: it takes no more requests")
         slot = ReplyFuture(next(self._keys), notifier, merges=prepared.params.output_kind is RequestOutputKind.DELTA)
@@ -315,11 +315,15 @@ class Dispatcher:
 
     def drain(self, notifier: Notifier) -> ReplyFuture:
         """Take no more requests; the slot gets True when no reader is left."""
-        self._is_draining = True
+        self._num_drains += 1
         slot = ReplyFuture(next(self._keys), notifier)
         self._done.append(slot)
         self._tell_drained()
         return slot
+
+    def undo_drain(self) -> None:
+        """Take requests again, unless another `drain` forbids it."""
+        self._num_drains -= 1
 
     def _tell_drained(self) -> None:
         if self._unread or not self._done:

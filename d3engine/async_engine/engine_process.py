@@ -312,13 +312,11 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `InvalidValueError` for one that cannot.
     """
-    plain = dict(arguments)
+    plain = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in arguments.items()}
     require(plain.pop("weights", None) is None, "weights", "weights", "None where the engine has a process of its own")
     for name in ("device", "dtype", "weight_dtype"):
         if name in plain:
             plain[name] = str(plain[name]).removeprefix("torch.")
-    if plain.get("tokenizer") is not None:
-        plain["tokenizer"] = os.fspath(plain["tokenizer"])
     admission = plain.get("admission")
     known = admission is None or type(admission) in (Immediate, IntervalAdmission)
     require(

@@ -49,12 +49,12 @@ class AdapterStore:
         self._by_name: OrderedDict[str, Adapter] = OrderedDict()  # the one used last stands last
         self._ids: dict[str, int] = {}
         self._passing: set[str] = set()  # those that a request has brought
+        self._paths: dict[str, str] = {}  # replaced and never changed: to read it takes no lock, which loading holds
 
     @property
     def paths(self) -> dict[str, str]:
-        """Name -> directory of those that were loaded by name, and not by a request."""
-        with self._lock:
-            return {name: str(one.path) for name, one in self._by_name.items() if name not in self._passing}
+        """Name -> directory of those that were loaded by name, and not by a request; asks no thread that loads."""
+        return dict(self._paths)
 
     @property
     def nbytes(self) -> int:
@@ -68,15 +68,18 @@ class AdapterStore:
             known = self._by_name.get(name)
             if known is not None and name in self._passing and known.path == _absolute(path):
                 self._passing.discard(name)
-                return known
-            require(known is None, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
-            return self._load(name, _absolute(path))
+            else:
+                require(known is None, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
+                known = self._load(name, _absolute(path))
+            self._paths = self._paths | {name: str(known.path)}
+            return known
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that have begun keep it. Raises `InvalidValueError` for an unknown name."""
         with self._lock:
             require(name in self._by_name, "lora_name", name, f"one of the loaded adapters ({self._shown()})")
             self._forget(name)
+            self._paths = {one: path for one, path in self._paths.items() if one != name}
 
     def of_request(self, asked: object) -> Adapter | None:
         """The adapter of a `lora_request`: None, a name, a path, or an object with vLLM's attributes.

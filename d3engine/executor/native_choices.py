@@ -34,6 +34,7 @@ class FormsOfRun:
         self._begun: dict[int, Constraint] = {}  # of a loop
         self._num_known = dict.fromkeys(places, 0)
         self._is_over = dict.fromkeys(places, False)
+        self._masks: dict[int, Mask | None] = {}
         self.faults: dict[int, str] = {}
 
     @classmethod
@@ -84,13 +85,18 @@ class FormsOfRun:
         place, ends = self._places[row]
         if taken > self._num_known[row] and not self._is_over[row]:
             self._num_known[row] = taken
-            self._is_over[row] = token in ends
+            # Where nothing was left to choose from, the token is none, and the row has met its end.
+            self._is_over[row] = token in ends or not _is_in(self._masks.get(row), token)
             if not self._is_over[row]:
                 place.take(token)
-        mask = None if self._is_over[row] else place.allowed()
+        mask = self._masks[row] = None if self._is_over[row] else place.allowed()
         if place.fault is not None:
             self.faults[row] = place.fault
         return mask
+
+
+def _is_in(mask: Mask | None, token: int) -> bool:
+    return mask is None or bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 class ChoicesOfStep:

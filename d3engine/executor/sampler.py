@@ -162,7 +162,7 @@ def _process_(row: Tensor, sequence: Sequence | Ahead) -> None:
     for function in sequence.params.logits_processors or ():
         known = [list(sequence.prompt_token_ids), list(sequence.token_ids)][3 - num_arguments(function) :]
         try:
-            row.copy_(function(*known, row.clone()).expand_as(row))
+            row.copy_(function(*known, row.clone()).detach().expand_as(row))
         except Exception as error:
             assert sequence.rules is not None
             sequence.rules.fault = f"a function of logits_processors raised {type(error).__name__}: {error}"

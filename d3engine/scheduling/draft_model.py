@@ -37,7 +37,7 @@ class DraftModelBatch:
 
     def check_fits(self, sequence: Sequence) -> None:
         """Refuse a sequence that could never fit this model's cache, by name of the limit."""
-        needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length)
+        needed = self.cache.num_layers * self.cache.blocks_for(sequence.max_length - 1)  # the last token is never fed
         available = self.cache.pool.num_blocks
         allowed = f"low enough for the draft model's KV cache (the sequence may need {needed} blocks of {available})"
         require(needed <= available, "max_tokens", sequence.max_tokens, allowed)

@@ -37,7 +37,7 @@ from d3engine.scheduling.prefix_cache import PrefixCache
 from d3engine.scheduling.running import Chunks, Counters, NewTokens, RunningTable
 from d3engine.scheduling.sampling_mode import SamplingMode
 from d3engine.scheduling.select_chunks import SharedPrompts, select_chunks
-from d3engine.scheduling.sequence import NO_SLOT, Sequence, Status
+from d3engine.scheduling.sequence import NO_SLOT, Draft, Sequence, Status
 from d3engine.scheduling.speculative import Drafting
 from d3engine.scheduling.waiting import WaitingQueue, giving_way, in_turn
 
@@ -165,9 +165,9 @@ class Scheduler:
             spare = self.config.max_num_batched_tokens - self.config.max_num_seqs
             allowed = f"at most max_num_batched_tokens - max_num_seqs = {spare}, since a draft is verified in one piece"
             rule = sequence.draft.rule
-            if rule.by_cost and spare >= 1:  # an open length is what there is room for
-                rule = sequence.draft.rule = replace(rule, length=min(rule.length, spare))
-            require(rule.length <= spare, "draft_length", rule.length, allowed)
+            if rule.by_cost and spare >= 1:  # an open length is what there is room for, that of the first draft as well
+                sequence.draft = Draft(replace(rule, length=min(rule.length, spare)))
+            require(sequence.draft.rule.length <= spare, "draft_length", rule.length, allowed)
             if self._second is not None and sequence.draft.rule.model is not None:
                 self._second.check_fits(sequence)
 

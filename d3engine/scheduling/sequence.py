@@ -343,10 +343,12 @@ class Sequence:
 
     def own_fault(self, fault: str) -> str:
         """A fault of its step, named as the request's where what it excludes may leave no token of its form."""
-        excludes = self.params.allowed_token_ids is not None or bool(self.params.bad_words)
+        params = self.params
+        excludes = params.allowed_token_ids is not None or bool(params.bad_words or params.stop_token_ids)
         if self.constraint is None or not excludes or fault.startswith(FAULT_PREFIX):
             return fault
-        return f"{FAULT_PREFIX}allowed_token_ids and bad_words leave none of the tokens that may come next"
+        names = "allowed_token_ids, bad_words and stop_token_ids"
+        return f"{FAULT_PREFIX}{names} leave none of the tokens that may come next"
 
     def would_end(self, token: int | None, *, after: int) -> bool:
         """Whether `token`, as the `after`-th from now, ends the answer: by itself, not by a stop string."""

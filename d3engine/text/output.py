@@ -378,9 +378,9 @@ class OutputProcessor:
         positions = plan.positions[captured.rows] + num_before + np.arange(len(states))[:, None]
         for chunk in np.unique(chunks).tolist():
             sequence, own = plan.sequences[chunk], chunks == chunk
-            request = self._requests.get(sequence.request_id)
-            if request is None or request.completions[sequence.index].sequence is not sequence:
-                continue  # it has ended while a run went on
+            if sequence.status is Status.FINISHED:
+                continue  # it has ended while a run went on, and its id may be another request's by now
+            request = self._requests[sequence.request_id]
             at, found = positions[:, own].ravel(), states[:, own].reshape(-1, states.shape[2])
             collector = request.completions[sequence.index].collector
             if collector is not None:

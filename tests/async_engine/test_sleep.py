@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_sleep_waits_for_the_requests_in_progress() -> None:
             found += output.outputs[0].token_ids
         await asleep
         assert found == expected
+
+    running(act)
+
+
+def test_a_sleep_that_is_cancelled_leaves_the_engine_awake() -> None:
+    """A caller's time limit ends the wait for the requests in progress, and later requests are taken."""
+
+    async def act(engine: AsyncEngine) -> None:
+        stream = engine.generate(QUESTION, replace(GREEDY, max_tokens=200))
+        await anext(stream)
+        asleep = asyncio.create_task(engine.sleep())
+        await asyncio.sleep(0)
+        asleep.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asleep
+        await stream.aclose()
+        assert not await engine.is_sleeping()
+        assert len((await answer(engine)).outputs[0].token_ids) == GREEDY.max_tokens
 
     running(act)
 

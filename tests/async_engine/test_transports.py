@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,6 +244,13 @@ def test_arguments_that_cannot_go_to_a_process_are_refused(arguments: dict[str, 
         AsyncEngine("demo", transport="process", **arguments)
     with pytest.raises(InvalidValueError, match="transport must be"):
         AsyncEngine("demo", transport="pigeon")
+
+
+def test_paths_go_to_a_process_as_texts(tmp_path: Path) -> None:
+    """Whatever may be a path for an engine on a thread may be one for an engine in a process."""
+    given = {name: tmp_path / name for name in ("tokenizer", "draft_model", "prefix_cache_file")}
+    plain = engine_process.plain_arguments(given)
+    assert plain == {name: str(path) for name, path in given.items()} | {"admission": None}
 
 
 def test_sampling_parameters_are_the_same_on_the_other_side() -> None:

@@ -127,6 +127,7 @@ CASES = [
     *product(["hidden states"], ["no prefix cache"]),
     *product(["hidden states by PyTorch"], ["512 rows"]),
     *product(["embeddings by PyTorch", "embeddings"], ["12 rows", "512 rows", "preempted"]),
+    *product(["everything"], ["12 rows", "short of memory", "preempted"]),
 ]
 
 

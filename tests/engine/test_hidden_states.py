@@ -1,8 +1,10 @@
 """Captured hidden states are transformers', steering is a forward hook there, and neither depends on the batch."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from bad_values import assert_refused
 from batches import assert_same
 from kinds_of_engine import same_bits
 from safetensors.numpy import load_file
+from stepping import finish
 from tiny_models import TINY, TinyLlama, random_prompts, save_random, save_tiny_llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
@@ -334,6 +337,25 @@ def test_each_of_several_answers_has_its_states(native: Engine) -> None:
     assert one[4].shape == other[4].shape == (9, HIDDEN)
     assert np.array_equal(one[4][:5], other[4][:5])
     assert not np.array_equal(one[4][5:], other[4][5:])
+
+
+def test_an_aborted_id_is_free_while_its_run_goes_on(native: Engine) -> None:
+    """States of steps that the device had begun reach no later request of the same id."""
+    both = SamplingParams(n=2, temperature=2.0, seed=1, max_tokens=60, ignore_eos=True, capture=[4])
+    native.add_request("same", PROMPTS[1], both)
+    native.add_request("other", PROMPTS[0], replace(greedy(), max_tokens=60))
+    while not native.is_ahead():
+        native.step()
+    run = native.scheduler._under_way._control
+    assert run is not None
+    while run.num_begun < 5:
+        time.sleep(0)
+    native.abort_request("same")
+    last = {output.request_id: output for output in native.step()}
+    native.add_request("same", PROMPTS[1], greedy(capture=[4]))
+    last |= finish(native)
+    assert len(last["other"].outputs[0].token_ids) == 60
+    same_bits(last["same"], answer(native, PROMPTS[1:2], greedy(capture=[4]))[0])
 
 
 def test_answer_that_ends_early_has_its_tokens_states_alone(native: Engine) -> None:

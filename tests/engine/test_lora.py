@@ -1,6 +1,7 @@
 """LoRA adapters: answers are those of PEFT's merged model, and nothing depends on who shares a batch."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from d3engine import (
 )
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
+from d3engine.executor import adapters
 
 NAMES = [None, *ADAPTERS]
+HANG_SECONDS = 60.0
+"""Against a test that hangs: none is judged by it."""
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 REPORTING = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
@@ -281,3 +285,47 @@ async def test_async_engine_loads_and_unloads_at_work(
         assert last.outputs[0].token_ids == expected[len(PROMPTS[0]), "patterns"]
         with pytest.raises(InvalidValueError, match="lora_request must be"):
             await answer(engine, PROMPTS[0], "patterns")
+
+
+@on_a_loop
+async def test_event_loop_goes_on_while_an_adapter_is_read(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, native_library: None
+) -> None:
+    """Other requests are read meanwhile, those that name an adapter among them."""
+    begun, goes_on, read = threading.Event(), threading.Event(), adapters.read_adapter
+
+    def wait_and_read(*given: Any, **named: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(HANG_SECONDS)
+        return read(*given, **named)
+
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    modules = {"all": str(adapted.paths["all"])}
+    async with AsyncEngine(adapted.model, device="cpu", transport="thread", lora_modules=modules, **options) as engine:
+        monkeypatch.setattr(adapters, "read_adapter", wait_and_read)
+        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
+        assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
+        assert list(engine.lora_adapters) == ["all"]
+        preparing = asyncio.create_task(engine.prepare(PROMPTS[0], GREEDY, lora_request="all"))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(loading, preparing)
+        assert list(engine.lora_adapters) == ["all", "some"]
+
+
+@on_a_loop
+async def test_cancelled_loading_leaves_no_adapter_half_loaded(adapted: Adapted, native_library: None) -> None:
+    """An engine and its process agree on what is loaded, whenever the caller leaves: it can be unloaded, and loaded."""
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    async with AsyncEngine(adapted.model, device="cpu", transport="process", **options) as engine:
+        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
+        while not engine._dispatcher.is_working:
+            await asyncio.sleep(0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        await engine.unload_lora_adapter("some")
+        await engine.load_lora_adapter("some", adapted.paths["some"])
+        assert list(engine.lora_adapters) == ["some"]
+        await engine.prepare(PROMPTS[0], GREEDY, lora_request=LoRARequest("brought", 7, str(adapted.paths["all"])))
+        await engine.unload_lora_adapter("brought")  # which the process has never had

@@ -90,6 +90,14 @@ def test_logits_processors_see_tokens_and_decide_logits(engine: Engine) -> None:
     assert list(drafted[0].outputs[0].token_ids) == both[0]
 
 
+def test_logits_processor_may_be_a_module_with_gradients(engine: Engine) -> None:
+    """What a function returns may ask for gradients, as the parameters of a module do."""
+    bias = torch.zeros(engine.config.vocab_size, requires_grad=True)
+    plain = SamplingParams(temperature=0, max_tokens=4)
+    added = replace(plain, logits_processors=[lambda generated, logits: logits + bias])
+    assert tokens(engine, PROMPTS[:1], [added]) == tokens(engine, PROMPTS[:1], [plain])
+
+
 def test_what_a_function_raises_ends_its_request_alone(engine: Engine) -> None:
     def fails(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(generated) == 2:

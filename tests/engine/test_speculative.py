@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from fixture_types import MakeLlama
 from tiny_models import TARGET, TinyLlama, random_prompts
 
-from d3engine import Engine, FullDepth, SamplingParams, Speculative
+from d3engine import Engine, FullDepth, PromptLookup, SamplingParams, Speculative
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.engine.model_directory import model_directory
@@ -69,3 +70,31 @@ def test_policy_with_a_draft_model_survives_json_and_options() -> None:
     assert parse_depth(line) == policy
     with pytest.raises(InvalidValueError, match="must be given with draft-model"):
         parse_depth("speculative")
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_open_length_ends_with_the_cache_beside_a_draft_model(
+    target: TinyLlama, draft: str, backend: str, native_library: None
+) -> None:
+    """A request without max_tokens runs as far as the KV cache has room, beside a draft model too."""
+    blocks = 5 * target.model.config.num_hidden_layers
+    with new_engine(target, FullDepth(), backend=backend) as engine:
+        memory = blocks * engine.settings.block_bytes
+    with new_engine(target, Speculative(draft, 3), backend=backend, kv_cache_memory_bytes=memory) as engine:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        (output,) = engine.generate([1, 2, 3], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5 * 4 + 1 - 3  # the last one is never fed
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_open_length_is_what_a_small_step_has_room_for(target: TinyLlama, backend: str, native_library: None) -> None:
+    """A step that verifies two drafted tokens at most gets no first draft of more."""
+    prompts = [[1, 2, 3] * 4, [4, 5] * 6]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, allowed_token_ids=[1, 2, 3, 4, 5])
+    with new_engine(target, FullDepth(), backend=backend) as engine:
+        expected = [one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)]
+    lookups = replace(params, depth=PromptLookup())
+    with new_engine(target, FullDepth(), backend=backend, max_num_seqs=2, max_num_batched_tokens=4) as engine:
+        found = [one.outputs[0].token_ids for one in engine.generate(prompts, lookups, use_tqdm=False)]
+        assert engine.stats().accepted_tokens > 0
+    assert found == expected

@@ -114,5 +114,5 @@ def test_tokens_that_exclude_a_grammar_are_the_requests_error(http: httpx.Client
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == ("grammar_limit", "structured_outputs")
-    assert "allowed_token_ids and bad_words leave none of the tokens" in error["message"]
+    assert "allowed_token_ids, bad_words and stop_token_ids leave none of the tokens" in error["message"]
     assert http.post("/v1/completions", json=body | {"structured_outputs": None}).status_code == 200

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from batches import LAYERS, POLICIES, Request, assert_same, some_requests
+from batches import LAYERS, POLICIES, Request, assert_close_states, assert_same, some_requests
 from bridge_files import some_maps, write_maps
 from e4m3 import sums_of_doubles
 from eagle3_heads import EAGLE3_TARGET, save_head
-from peft_adapters import ADAPTERS, save_all
+from peft_adapters import ADAPTERS, save_adapter, save_all
 from tiny_models import TinyLlama, random_prompts, save_sure_llama, save_tiny_llama, save_without_layer
 from trained_students import SKIPPED, WIDTHS, Trained
 
@@ -354,6 +354,49 @@ def embedding(given: Given, *, eager: bool) -> Kind:
     return Kind(make, always(requests * 2), same)
 
 
+def everything(given: Given) -> Kind:
+    """Drafts of every kind, students, bridges, adapters, hidden states and embeddings in one engine."""
+    tiny, numbers = given.tiny_llama(**SIZES), np.random.default_rng(0)
+    directory = Trained(tiny, given.folder / "model").directory
+    write_maps(some_maps(LAYERS, SIZES["hidden_size"]), directory, directory / BRIDGES_FILE)
+    for seed, (name, config) in enumerate(ADAPTERS.items()):
+        save_adapter(directory, given.folder / name, seed, **config)
+    draft = save_without_layer(tiny, 2, given.folder / "draft")
+    steer = Steer({1: numbers.normal(size=SIZES["hidden_size"]).astype(np.float32)}, "generated")
+    capture = Capture([0, 3, LAYERS])
+    every = list(range(LAYERS))
+    kinds: list[tuple[DepthPolicy | None, str | None, dict[str, Any]]] = [
+        (None, "all", {}),
+        (Speculative(draft, 3), None, {"temperature": 1.0, "n": 2}),
+        (PromptLookup(), "some", {"frequency_penalty": 0.5}),
+        (Lossless(D3(0.8, 0.3), 3), "patterns", {"temperature": 1.5}),
+        (SelfSpeculative(D3(0.9, 0.4, bridges="auto"), 3), None, {"capture": capture}),
+        (Distilled(SKIPPED), None, {"capture": capture, "steer": steer}),
+        (Distilled(SKIPPED, on_skip="copy"), None, {"prompt_logprobs": 1}),
+        (D3(0.9, 0.5, bridges="auto"), "all", {"capture": capture}),
+        (D3(0.9, 0.5, on_skip="copy", bridges="auto"), "some", {"steer": steer, "temperature": 1.0, "n": 2}),
+        (LayerTable([every, [0, 5], [0, 1, 5], every], bridges="auto"), "patterns", {"min_tokens": 9}),
+        (UnifiedSkip(2), "all", {"capture": capture, "logit_bias": {7: 4.0}}),
+    ]
+    requests = []
+    for nth, (depth, lora, asked) in enumerate(kinds):
+        params = {"temperature": 0, "seed": nth, "max_tokens": 12 + nth, "ignore_eos": True, "logprobs": 2} | asked
+        prompt = (random_prompts([7], seed=nth // 2)[0] * 4)[: 9 + 2 * nth]  # lookups find a draft in it
+        requests.append(Request(tuple(prompt), SamplingParams(depth=depth, **params), lora=lora))
+    requests += [Request(one.prompt, pooling_params("last")) for one in requests[:3]]
+
+    def same(found: RequestOutput, wanted: RequestOutput, request: Request) -> None:
+        same_tokens(found, wanted)
+        assert found.prompt_logprobs == wanted.prompt_logprobs
+        assert found.embedding == wanted.embedding
+        for one, other in zip(found.outputs, wanted.outputs, strict=True):
+            assert one.logprobs == other.logprobs
+            assert_close_states(one.hidden_states, other.hidden_states)
+
+    modules = {name: str(given.folder / name) for name in ADAPTERS}
+    return Kind(maker(directory, depth=Speculative(draft, 4), lora_modules=modules), always(requests * 2), same)
+
+
 KINDS: dict[str, Callable[[Given], Kind]] = {
     "policies": of_policies,
     "8-bit cache": over_8_bits,
@@ -371,6 +414,7 @@ KINDS: dict[str, Callable[[Given], Kind]] = {
     "adapters": adapted,
     "hidden states": partial(hooked, backend="native"),
     "hidden states by PyTorch": partial(hooked, backend="torch"),
+    "everything": everything,
     "embeddings by PyTorch": partial(embedding, eager=True),
     "embeddings": partial(embedding, eager=False),
 }

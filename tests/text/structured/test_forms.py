@@ -147,6 +147,17 @@ class TestEnds:
         assert (answer.finish_reason, answer.token_ids) == ("abort", [])
         assert "leave none of the tokens" in str(answer.stop_reason)
 
+    def test_stop_tokens_that_a_form_needs_end_it_by_name(self, engine: Engine) -> None:
+        """What comes behind them in a run of steps is no fault of the form."""
+        texts = TokenTexts(engine.get_tokenizer())
+        needed = [token for token in range(engine.config.vocab_size) if b"q" in texts.of(token)[1]]
+        params = SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="aq"), stop_token_ids=needed, temperature=0, max_tokens=20
+        )
+        (answer,) = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs
+        assert (answer.finish_reason, answer.text) == ("abort", "a")
+        assert "stop_token_ids leave none of the tokens" in str(answer.stop_reason)
+
 
 HOSTILE: list[tuple[str, Any, str]] = [
     ("json", {"type": "nonsense"}, "Invalid type: nonsense"),
