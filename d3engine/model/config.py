@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import family_of
+from d3engine.model.families import family_of, text_config
 from d3engine.model.family import NO_CAPS, Biases, Family, Multipliers, SoftCaps, TensorNames
 from d3engine.model.family_fields import no_windows, sliding_window
 from d3engine.model.fields import Fields
@@ -119,6 +119,7 @@ class ModelConfig:
         Optional fields that are absent take the defaults of the family's config class in transformers. `eos_token_ids`
         is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
+        config = text_config(config)
         family = family_of(Fields(config, CONFIG_FILE))
         own = {name: config[given] for given, name in family.own_names.fields.items() if given in config}
         fields = Fields({**family.defaults, **config, **own}, CONFIG_FILE)

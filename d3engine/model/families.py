@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from d3engine.errors import ModelFormatError
@@ -84,10 +85,10 @@ FAMILIES = (
         ),
     ),
     Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=read.llama_biases, check=read.is_tied),
-    Family(("MistralForCausalLM",), "mistral", defaults=_MISTRAL, windows=read.window_everywhere),
+    Family(("MistralForCausalLM", "MistralModel"), "mistral", defaults=_MISTRAL, windows=read.window_everywhere),
     Family(("MinistralForCausalLM",), "ministral", defaults=_MISTRAL, windows=read.window_by_layer),
     Family(
-        ("Qwen2ForCausalLM",),
+        ("Qwen2ForCausalLM", "Qwen2Model"),
         "qwen2",
         **_QWEN,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
@@ -213,7 +214,7 @@ FAMILIES = (
         biases=read.internlm3_biases,
     ),
     Family(
-        ("Qwen3ForCausalLM",),
+        ("Qwen3ForCausalLM", "Qwen3Model"),
         "qwen3",
         **_QWEN,
         defaults={
@@ -355,7 +356,8 @@ FAMILIES = (
         names=TensorNames(norms=_GEMMA_NORMS),
         **_GEMMA,
         defaults=_GEMMA_DEFAULTS
-        | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096}
+        | {"vocab_size": 262_208, "num_attention_heads": 8},
         default_theta=1_000_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
         local_theta=lambda fields: fields.optional_number("rope_local_base_freq") or 10_000.0,
@@ -378,6 +380,23 @@ FAMILIES = (
 """In the order of preference where a config names only its architecture, or only its model_type."""
 
 GGUF_FAMILIES = {family.gguf.architecture: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
+BESIDE_IMAGES = OwnNames(
+    parts={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
+    dropped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+"""How a Gemma 3 that also sees images names its text model, as published and by transformers 5."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a model; of a Gemma 3 that also sees images, that of its text model."""
+    text = config.get("text_config")
+    if config.get("architectures") != ["Gemma3ForConditionalGeneration"] or not isinstance(text, Mapping):
+        return config
+    outer = {name: value for name, value in config.items() if name != "text_config"}
+    ends = {name: outer[name] for name in ("bos_token_id", "eos_token_id") if outer.get(name) is not None}
+    return {**outer, "model_type": "gemma3_text", **text, **ends, "architectures": ["Gemma3ForCausalLM"]}
+
+
 """`general.architecture` of a GGUF file -> family and layout."""
 
 
@@ -391,9 +410,7 @@ def family_of(fields: Fields) -> Family:
     named = [family for family in FAMILIES if architectures is None or _names(family, architectures)]
     if not named:
         known = sorted({name for family in FAMILIES for name in family.architectures})
-        # llama.cpp's files of the models that also see images hold the text model, which is of a family here.
-        advice = ", or the model a GGUF file" if "Gemma3ForConditionalGeneration" in (architectures or ()) else ""
-        fields.refuse("architectures", f"a list with one of {', '.join(known)}{advice}")
+        fields.refuse("architectures", f"a list with one of {', '.join(known)}")
     found = [family for family in named if model_type in (None, family.model_type)]
     if not found:
         allowed = " or ".join(dict.fromkeys(repr(family.model_type) for family in named))

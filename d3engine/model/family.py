@@ -59,11 +59,13 @@ class OwnNames:
         parts: parts of tensor names -> `TensorNames`', put in their place one after the other.
         grouped_qkv: the part of names of a fused matrix that holds the heads of a KV group together: its queries', its
             key's and its value's. It is read as three matrices.
+        dropped: beginnings of names that a text model does not read.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     grouped_qkv: str | None = None
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import family_of
+from d3engine.model.families import BESIDE_IMAGES, family_of, text_config
 from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
@@ -181,14 +181,19 @@ class DirectoryFiles(ModelFiles):
     def _open_safetensors(self) -> Iterator[Checkpoint]:
         """The files' tensors by a Llama's names."""
         from d3engine.model.checkpoint import open_safetensors
-        from d3engine.model.checkpoint_formats import renamed_checkpoint
+        from d3engine.model.checkpoint_formats import headed_checkpoint, renamed_checkpoint
 
         with open_safetensors(self.path) as checkpoint:
             if not self.has(CONFIG_FILE):
                 yield checkpoint
                 return
-            fields = Fields(self.read_json_object(CONFIG_FILE), str(self.place(CONFIG_FILE)))
-            yield renamed_checkpoint(checkpoint, family_of(fields).own_names, fields)
+            given = self.read_json_object(CONFIG_FILE)
+            text = text_config(given)
+            family = family_of(Fields(text, str(self.place(CONFIG_FILE))))
+            fields = Fields({**family.defaults, **text}, str(self.place(CONFIG_FILE)))
+            own_names = family.own_names if text is given else BESIDE_IMAGES
+            renamed = renamed_checkpoint(checkpoint, own_names, fields)
+            yield headed_checkpoint(renamed, family.names, fields.boolean("tie_word_embeddings"))
 
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""
