@@ -238,7 +238,8 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
     number, count = partial(fields.number, zero_allowed=True), partial(fields.integer, low=0)
     readers: dict[str, Callable[[str], Any]] = {
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), number),
-        **dict.fromkeys(("top_k", "max_new_tokens"), count),
+        "top_k": partial(fields.integer, low=-1),
+        "max_new_tokens": count,
         "do_sample": fields.boolean,
     }
     defaults = {name: read(name) for name, read in readers.items() if fields.get(name) is not None}
