@@ -145,7 +145,6 @@ FAMILIES = (
             "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
-            ends=("<|end|>",),
         ),
     ),
     Family(
@@ -325,7 +324,7 @@ FAMILIES = (
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
         # The second is in Google's own configs, and meant as the first.
         **_GEMMA | {"activation_names": ("gelu_pytorch_tanh", "gelu")},
-        gguf=GGUFLayout("gemma", ends=("<end_of_turn>",)),
+        gguf=GGUFLayout("gemma"),
     ),
     Family(
         ("Gemma2ForCausalLM",),
@@ -347,7 +346,6 @@ FAMILIES = (
                 "final_logit_softcapping": "final_logit_softcapping",
             },
             more_fields=read.gguf_query_scalar(46),
-            ends=("<end_of_turn>",),
         ),
     ),
     Family(
@@ -373,13 +371,15 @@ FAMILIES = (
             keys={"attention.sliding_window": "sliding_window"},
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
             more_fields=read.gguf_gemma3,
-            ends=("<end_of_turn>",),
         ),
     ),
 )
 """In the order of preference where a config names only its architecture, or only its model_type."""
 
 GGUF_FAMILIES = {family.gguf.architecture: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
+"""`general.architecture` of a GGUF file -> family and layout."""
+
+
 BESIDE_IMAGES = OwnNames(
     parts={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
     dropped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
@@ -395,9 +395,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = {name: value for name, value in config.items() if name != "text_config"}
     ends = {name: outer[name] for name in ("bos_token_id", "eos_token_id") if outer.get(name) is not None}
     return {**outer, "model_type": "gemma3_text", **text, **ends, "architectures": ["Gemma3ForCausalLM"]}
-
-
-"""`general.architecture` of a GGUF file -> family and layout."""
 
 
 def family_of(fields: Fields) -> Family:

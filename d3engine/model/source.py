@@ -14,6 +14,8 @@ from d3engine.model.families import BESIDE_IMAGES, family_of, text_config
 from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
+    TEMPLATE,
+    TEMPLATE_OF_TOOLS,
     gguf_config,
     gguf_pooling,
     gguf_sentencepiece,
@@ -212,7 +214,6 @@ class DirectoryFiles(ModelFiles):
         return Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config") if isinstance(given, dict) else None
 
 
-_TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -236,7 +237,7 @@ class GGUFFiles(ModelFiles):
         if name == "tokenizer_config.json":
             return gguf_tokenizer_kind(self._file) is not None
         if name == "chat_template.jinja":
-            return _TEMPLATE in self._file.metadata
+            return TEMPLATE in self._file.metadata and TEMPLATE_OF_TOOLS not in self._file.metadata
         if name == POOLING_FILE:
             return gguf_pooling(self._file) is not None
         return name in _MADE
@@ -276,9 +277,9 @@ def _generation_config(file: GGUFFile) -> bytes:
 
 
 def _chat_template(file: GGUFFile) -> bytes:
-    template = file.metadata[_TEMPLATE]
+    template = file.metadata[TEMPLATE]
     if not isinstance(template, str):
-        file.refuse(_TEMPLATE, "a string")
+        file.refuse(TEMPLATE, "a string")
     return template.encode("utf-8")
 
 
