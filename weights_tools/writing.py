@@ -71,7 +71,7 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     is killed while it replaces files, the destination has no config.json, so that no mixed model can be loaded, and the
     old files are in "old" in a hidden folder there. Raises `InvalidValueError`.
     """
-    if destination.exists() and not destination.is_dir():
+    if is_there(destination) and not destination.is_dir():  # a link to nothing too
         raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
     if destination.is_dir() and any(destination.iterdir()) and not overwrite:
         raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
