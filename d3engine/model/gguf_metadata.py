@@ -229,9 +229,10 @@ def _rope_scaling(file: GGUFFile, fields: Fields, rotary_dim: int, theta: float)
     scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
-        given, default = fields.number(_YARN_FACTOR, default=1.0), 0.1 * math.log(scaling["factor"]) + 1
-        if given != 1 and not math.isclose(given, default, rel_tol=1e-5):  # converters write attention_factor there too
-            scaling["attn_factor"] = given
+        factor, default = fields.number(_YARN_FACTOR, default=1.0), 0.1 * math.log(scaling["factor"]) + 1
+        # A converter writes transformers' attention_factor there too, which is that default.
+        if factor != 1 and not math.isclose(factor, default, rel_tol=1e-5):
+            scaling["attn_factor"] = factor
     return scaling
 
 
@@ -304,7 +305,7 @@ TEMPLATE, TEMPLATE_OF_TOOLS = "tokenizer.chat_template", "tokenizer.chat_templat
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The tokenizer_config.json, with the named special tokens, and two templates. Raises `ModelFormatError`."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **_named_tokens(file)}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **_named_tokens(file)}
     if TEMPLATE_OF_TOOLS in file.metadata and TEMPLATE in file.metadata:
         named = {"default": TEMPLATE, "tool_use": TEMPLATE_OF_TOOLS}
         config["chat_template"] = [{"name": name, "template": file.metadata[key]} for name, key in named.items()]
