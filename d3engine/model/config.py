@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import family_of
+from d3engine.model.families import family_of, text_config
 from d3engine.model.family import NO_CAPS, Biases, Family, Multipliers, SoftCaps, TensorNames
 from d3engine.model.family_fields import no_windows, sliding_window
 from d3engine.model.fields import Fields
@@ -119,6 +119,7 @@ class ModelConfig:
         Optional fields that are absent take the defaults of the family's config class in transformers. `eos_token_ids`
         is the union of both files', those of config.json first. Raises `ModelFormatError`.
         """
+        config = text_config(config)
         family = family_of(Fields(config, CONFIG_FILE))
         own = {name: config[given] for given, name in family.own_names.fields.items() if given in config}
         fields = Fields({**family.defaults, **config, **own}, CONFIG_FILE)
@@ -237,7 +238,8 @@ def load_generation_config(model: ModelSource) -> dict[str, Any]:
     number, count = partial(fields.number, zero_allowed=True), partial(fields.integer, low=0)
     readers: dict[str, Callable[[str], Any]] = {
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), number),
-        **dict.fromkeys(("top_k", "max_new_tokens"), count),
+        "top_k": partial(fields.integer, low=-1),
+        "max_new_tokens": count,
         "do_sample": fields.boolean,
     }
     defaults = {name: read(name) for name, read in readers.items() if fields.get(name) is not None}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from d3engine.errors import ModelFormatError
-from d3engine.model import family_fields as read
+from d3engine.model import family_fields
 from d3engine.model.family import Biases, Family, GGUFLayout, LayerNorms, OwnNames, SoftCaps, TensorNames
 from d3engine.model.fields import Fields
 
@@ -34,12 +35,12 @@ _GRANITE_4_KEYS = (
 )
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
-_QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "windows": read.qwen_windows}
+_QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "windows": family_fields.qwen_windows}
 _OLMO: dict[str, Any] = {
     "names": _NORMS_BEHIND_ALONE,
     "bos_token_id": None,
     "eos_token_ids": (50_279,),
-    "biases": read.attention_biases,
+    "biases": family_fields.attention_biases,
     "has_projection_norms": True,
 }
 _GLM: dict[str, Any] = {
@@ -54,12 +55,12 @@ _GLM: dict[str, Any] = {
     "eos_token_ids": (151_329, 151_336, 151_338),
     "has_interleaved_rope": True,
     "partial_rotary_factor": 0.5,
-    "biases": read.biases("attention_bias"),
+    "biases": family_fields.biases("attention_bias"),
 }
 _GEMMA: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_ids": (1,),
-    "biases": read.attention_biases,
+    "biases": family_fields.attention_biases,
     "norm_offset": 1.0,
     "activation": "gelu_tanh",
     "activation_names": ("gelu_pytorch_tanh",),
@@ -71,7 +72,7 @@ FAMILIES = (
     Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),
         "llama",
-        biases=read.llama_biases,
+        biases=family_fields.llama_biases,
         gguf=GGUFLayout(
             "llama",
             adjacent_pairs=True,
@@ -83,11 +84,19 @@ FAMILIES = (
             },
         ),
     ),
-    Family(("LlamaModel",), "llama", names=TensorNames(prefix=""), biases=read.llama_biases, check=read.is_tied),
-    Family(("MistralForCausalLM",), "mistral", defaults=_MISTRAL, windows=read.window_everywhere),
-    Family(("MinistralForCausalLM",), "ministral", defaults=_MISTRAL, windows=read.window_by_layer),
     Family(
-        ("Qwen2ForCausalLM",),
+        ("LlamaModel",),
+        "llama",
+        names=TensorNames(prefix=""),
+        biases=family_fields.llama_biases,
+        check=family_fields.is_tied,
+    ),
+    Family(
+        ("MistralForCausalLM", "MistralModel"), "mistral", defaults=_MISTRAL, windows=family_fields.window_everywhere
+    ),
+    Family(("MinistralForCausalLM",), "ministral", defaults=_MISTRAL, windows=family_fields.window_by_layer),
+    Family(
+        ("Qwen2ForCausalLM", "Qwen2Model"),
         "qwen2",
         **_QWEN,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
@@ -104,14 +113,14 @@ FAMILIES = (
             "attention_bias": True,
         },
         bos_token_id=0,
-        biases=read.biases("attention_bias", "attention_out_bias", "mlp_bias"),
+        biases=family_fields.biases("attention_bias", "attention_out_bias", "mlp_bias"),
         gguf=GGUFLayout("seed_oss", modules={"post_attention_norm": "post_attention_layernorm"}),
     ),
     Family(
         ("GraniteForCausalLM",),
         "granite",
-        biases=read.llama_biases,
-        multipliers=read.granite_multipliers,
+        biases=family_fields.llama_biases,
+        multipliers=family_fields.granite_multipliers,
         gguf=GGUFLayout(
             "granite",
             adjacent_pairs=True,
@@ -124,7 +133,7 @@ FAMILIES = (
                 "logit_scale": "logits_scaling",
             },
             optional_keys=_GRANITE_4_KEYS,
-            more_fields=read.gguf_granite,
+            more_fields=family_fields.gguf_granite,
         ),
     ),
     Family(
@@ -137,14 +146,13 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
         },
         eos_token_ids=(32_000,),
-        windows=read.window_everywhere,
+        windows=family_fields.window_everywhere,
         rope_types=("default", "longrope"),  # transformers reads "yarn" as longrope here
         partial_rotary_factor=1.0,
         gguf=GGUFLayout(
             "phi3",
             modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
             keys={"attention.sliding_window": "sliding_window"},
-            ends=("<|end|>",),
         ),
     ),
     Family(
@@ -154,10 +162,10 @@ FAMILIES = (
         own_names=OwnNames(
             fields={"shared_intermediate_size": "intermediate_size", "layers_block_type": "layer_types"}
         ),
-        layers_without_rope=read.layers_of_no_rope,
-        biases=read.attention_biases,
-        multipliers=read.granite_multipliers,
-        check=read.dense_granite,
+        layers_without_rope=family_fields.layers_of_no_rope,
+        biases=family_fields.attention_biases,
+        multipliers=family_fields.granite_multipliers,
+        check=family_fields.dense_granite,
     ),
     Family(
         ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -184,7 +192,7 @@ FAMILIES = (
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         eos_token_ids=(361,),
         default_theta=500_000.0,
-        biases=read.llama_biases,
+        biases=family_fields.llama_biases,
         gguf=GGUFLayout("exaone", pre_tokenizers={"exaone": "smollm"}),
     ),
     Family(
@@ -203,17 +211,17 @@ FAMILIES = (
             },
             grouped_qkv=".attention.wqkv.",
         ),
-        biases=read.internlm2_biases,
+        biases=family_fields.internlm2_biases,
         gguf=GGUFLayout("internlm2", adjacent_pairs=True),
     ),
     Family(
         ("InternLM3ForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
         "internlm3",
         defaults={"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5},
-        biases=read.internlm3_biases,
+        biases=family_fields.internlm3_biases,
     ),
     Family(
-        ("Qwen3ForCausalLM",),
+        ("Qwen3ForCausalLM", "Qwen3Model"),
         "qwen3",
         **_QWEN,
         defaults={
@@ -222,7 +230,7 @@ FAMILIES = (
             "max_position_embeddings": 32_768,
             "sliding_window": 4096,
         },
-        biases=read.attention_biases,
+        biases=family_fields.attention_biases,
         has_head_norms=True,
         gguf=GGUFLayout("qwen3"),
     ),
@@ -233,9 +241,9 @@ FAMILIES = (
         bos_token_id=128_000,
         eos_token_ids=(128_001,),
         default_theta=2_000_000.0,
-        layers_without_rope=read.smollm3_layers_without_rope,
-        windows=read.qwen_windows,
-        biases=read.llama_biases,
+        layers_without_rope=family_fields.smollm3_layers_without_rope,
+        windows=family_fields.qwen_windows,
+        biases=family_fields.llama_biases,
         # No GGUF file says which layers have rope: they are the family's default, as in llama.cpp.
         gguf=GGUFLayout("smollm3", adjacent_pairs=True),
     ),
@@ -248,7 +256,7 @@ FAMILIES = (
             "olmo2",
             modules=_GGUF_NORMS_BEHIND,
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.scaling.attn_factor"),
-            more_fields=read.gguf_olmo,
+            more_fields=family_fields.gguf_olmo,
             pre_tokenizers={"olmo": "gpt-2"},
         ),
     ),
@@ -259,8 +267,8 @@ FAMILIES = (
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
         default_theta=500_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
-        local_theta=read.olmo3_local_theta,
-        windows=read.window_but_every(4),
+        local_theta=family_fields.olmo3_local_theta,
+        windows=family_fields.window_but_every(4),
     ),
     Family(
         ("Exaone4ForCausalLM",),
@@ -268,14 +276,14 @@ FAMILIES = (
         names=_NORMS_BEHIND_ALONE,
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
         bos_token_id=0,
-        layers_without_rope=read.exaone4_layers_without_rope,
-        windows=read.exaone4_windows,
+        layers_without_rope=family_fields.exaone4_layers_without_rope,
+        windows=family_fields.exaone4_windows,
         has_head_norms=True,
         gguf=GGUFLayout(
             "exaone4",
             modules=_GGUF_NORMS_BEHIND,
             optional_keys=_GGUF_WINDOW_KEYS,
-            more_fields=read.gguf_exaone4,
+            more_fields=family_fields.gguf_exaone4,
             pre_tokenizers={"exaone4": "gpt-2"},
         ),
     ),
@@ -315,8 +323,8 @@ FAMILIES = (
         },
         default_theta=500_000.0,
         has_interleaved_rope=True,
-        biases=read.biases("use_bias", "use_bias", "use_bias"),
-        gguf=GGUFLayout("ernie4_5", more_fields=read.gguf_ernie),
+        biases=family_fields.biases("use_bias", "use_bias", "use_bias"),
+        gguf=GGUFLayout("ernie4_5", more_fields=family_fields.gguf_ernie),
     ),
     Family(
         ("GemmaForCausalLM",),
@@ -324,7 +332,7 @@ FAMILIES = (
         defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 16, "max_position_embeddings": 8192},
         # The second is in Google's own configs, and meant as the first.
         **_GEMMA | {"activation_names": ("gelu_pytorch_tanh", "gelu")},
-        gguf=GGUFLayout("gemma", ends=("<end_of_turn>",)),
+        gguf=GGUFLayout("gemma"),
     ),
     Family(
         ("Gemma2ForCausalLM",),
@@ -334,9 +342,9 @@ FAMILIES = (
         defaults=_GEMMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        windows=read.window_but_every(2),
-        soft_caps=read.soft_caps,
-        multipliers=read.gemma_scale,
+        windows=family_fields.window_but_every(2),
+        soft_caps=family_fields.soft_caps,
+        multipliers=family_fields.gemma_scale,
         gguf=GGUFLayout(
             "gemma2",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
@@ -345,8 +353,7 @@ FAMILIES = (
                 "attn_logit_softcapping": "attn_logit_softcapping",
                 "final_logit_softcapping": "final_logit_softcapping",
             },
-            more_fields=read.gguf_query_scalar(46),
-            ends=("<end_of_turn>",),
+            more_fields=family_fields.gguf_query_scalar(46),
         ),
     ),
     Family(
@@ -355,23 +362,23 @@ FAMILIES = (
         names=TensorNames(norms=_GEMMA_NORMS),
         **_GEMMA,
         defaults=_GEMMA_DEFAULTS
-        | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        | {"num_key_value_heads": 4, "max_position_embeddings": 131_072, "sliding_window": 4096}
+        | {"vocab_size": 262_208, "num_attention_heads": 8},
         default_theta=1_000_000.0,
         rope_types=("default", "linear", "llama3", "yarn"),
         local_theta=lambda fields: fields.optional_number("rope_local_base_freq") or 10_000.0,
-        windows=read.window_but_every(6, "sliding_window_pattern"),
+        windows=family_fields.window_but_every(6, "sliding_window_pattern"),
         has_head_norms=True,
         # transformers does not apply the cap of scores here, so that one must be absent.
         soft_caps=lambda fields: SoftCaps(logits=fields.optional_number("final_logit_softcapping")),
-        multipliers=read.gemma_scale,
-        check=read.no_cap_of_scores,
+        multipliers=family_fields.gemma_scale,
+        check=family_fields.no_cap_of_scores,
         gguf=GGUFLayout(
             "gemma3",
             modules=_GGUF_NORMS_BEHIND | {"ffn_norm": "pre_feedforward_layernorm"},
             keys={"attention.sliding_window": "sliding_window"},
             optional_keys=(*_GGUF_WINDOW_KEYS, "rope.freq_base_swa", "final_logit_softcapping"),
-            more_fields=read.gguf_gemma3,
-            ends=("<end_of_turn>",),
+            more_fields=family_fields.gguf_gemma3,
         ),
     ),
 )
@@ -379,6 +386,23 @@ FAMILIES = (
 
 GGUF_FAMILIES = {family.gguf.architecture: (family, family.gguf) for family in FAMILIES if family.gguf is not None}
 """`general.architecture` of a GGUF file -> family and layout."""
+
+
+BESIDE_IMAGES = OwnNames(
+    parts={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
+    dropped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)
+"""How a Gemma 3 that also sees images names its text model, as published and by transformers 5."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a model; of a Gemma 3 that also sees images, that of its text model."""
+    text = config.get("text_config")
+    if config.get("architectures") != ["Gemma3ForConditionalGeneration"] or not isinstance(text, Mapping):
+        return config
+    outer = {name: value for name, value in config.items() if name != "text_config"}
+    ends = {name: outer[name] for name in ("bos_token_id", "eos_token_id") if outer.get(name) is not None}
+    return {**outer, "model_type": "gemma3_text", **text, **ends, "architectures": ["Gemma3ForCausalLM"]}
 
 
 def family_of(fields: Fields) -> Family:
@@ -391,9 +415,7 @@ def family_of(fields: Fields) -> Family:
     named = [family for family in FAMILIES if architectures is None or _names(family, architectures)]
     if not named:
         known = sorted({name for family in FAMILIES for name in family.architectures})
-        # llama.cpp's files of the models that also see images hold the text model, which is of a family here.
-        advice = ", or the model a GGUF file" if "Gemma3ForConditionalGeneration" in (architectures or ()) else ""
-        fields.refuse("architectures", f"a list with one of {', '.join(known)}{advice}")
+        fields.refuse("architectures", f"a list with one of {', '.join(known)}")
     found = [family for family in named if model_type in (None, family.model_type)]
     if not found:
         allowed = " or ".join(dict.fromkeys(repr(family.model_type) for family in named))

@@ -59,11 +59,13 @@ class OwnNames:
         parts: parts of tensor names -> `TensorNames`', put in their place one after the other.
         grouped_qkv: the part of names of a fused matrix that holds the heads of a KV group together: its queries', its
             key's and its value's. It is read as three matrices.
+        dropped: beginnings of names that a text model does not read.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     grouped_qkv: str | None = None
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,6 @@ class GGUFLayout:
         keys: keys that only this family has, all required -> fields of config.json.
         optional_keys: further keys that `more_fields` reads.
         more_fields: fields of config.json that follow from the file's keys and the fields found so far.
-        ends: tokens that end an answer, whether or not a key names them.
         pre_tokenizers: further values of `tokenizer.ggml.pre` -> the one in `gguf_metadata` with the same rules.
         has_rope_switch: whether llama.cpp takes a false `rope.scaling.finetuned` as no rope at all.
     """
@@ -152,7 +153,6 @@ class GGUFLayout:
     keys: Mapping[str, str] = field(default_factory=dict)
     optional_keys: tuple[str, ...] = ()
     more_fields: Callable[[Fields, Mapping[str, Any]], Mapping[str, Any]] = lambda fields, config: {}
-    ends: tuple[str, ...] = ()
     pre_tokenizers: Mapping[str, str] = field(default_factory=dict)
     has_rope_switch: bool = False
 

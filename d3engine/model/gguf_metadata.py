@@ -26,14 +26,14 @@ ROPE_TENSORS = (FREQ_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's pooling types that are read, by our names; 0 is none."""
 
-_ATTENTION_FACTOR = "rope.scaling.attn_factor"
+_ATTENTION_FACTOR, _YARN_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 _READ = frozenset(
     {
         *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
         *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
         *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
         *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-        *("rope.scaling.finetuned", "tensor_data_layout"),
+        *("rope.scaling.finetuned", "tensor_data_layout", "attention.layer_norm_epsilon"),
     }
 )
 """The keys behind "llama." or another architecture that are read, or never change a result."""
@@ -47,7 +47,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0, *GGUF_POOLINGS),
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),
     _ATTENTION_FACTOR: (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
+    _YARN_FACTOR: (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_log_multiplier": (0,),
@@ -110,7 +110,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         **{field: fields.number(key, zero_allowed=True) for key, field in layout.keys.items()},
-        **_ends_of_text(file, layout.ends),
+        **_ends_of_text(file),
     }
     if "sliding_window" in config:
         config["sliding_window"] = fields.integer("attention.sliding_window", low=0) or None  # 0 of Phi-4: none
@@ -158,6 +158,7 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
     neutral = {_EXT_FACTOR: (-1, 1 if is_yarn else 0), **_NEUTRAL}
     read = _READ | layout.keys.keys() | set(layout.optional_keys)
     read |= {_ATTENTION_FACTOR} if _LONG_FACTORS in file.tensors else set()
+    read |= {_YARN_FACTOR} if is_yarn else set()
     of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
@@ -179,13 +180,25 @@ def _embedding(file: GGUFFile) -> GGUFTensor:
     return tensor
 
 
-def _ends_of_text(file: GGUFFile, known: tuple[str, ...]) -> dict[str, Any]:
-    """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool, and of the `known` tokens."""
+_ENDS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
+        *("<|observation|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    }
+)
+"""Special tokens that end an answer, whether or not a key names them: files name one where a model has several.
+
+They are special even where a file calls them plain, as in llama.cpp.
+"""
+
+
+def _ends_of_text(file: GGUFFile) -> dict[str, Any]:
+    """BOS, and every end-of-sequence id: of the text, of a turn, of a message to a tool, and those of `_ENDS`."""
     fields = Fields(file.metadata, str(file.path))
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")]
     given = [fields.optional_integer(name, low=0) for name in names]
-    tokens = file.metadata.get("tokenizer.ggml.tokens") if known else None
-    given += [tokens.index(end) for end in known if isinstance(tokens, list) and end in tokens]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    given += [number for number, token in enumerate(tokens if isinstance(tokens, list) else ()) if token in _ENDS]
     ends = list(dict.fromkeys(end for end in given[1:] if end is not None))
     return {"bos_token_id": given[0], "eos_token_id": ends if len(ends) != 1 else ends[0]}
 
@@ -216,6 +229,10 @@ def _rope_scaling(file: GGUFFile, fields: Fields, rotary_dim: int, theta: float)
     scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        factor, default = fields.number(_YARN_FACTOR, default=1.0), 0.1 * math.log(scaling["factor"]) + 1
+        # A converter writes transformers' attention_factor there too, which is that default.
+        if factor != 1 and not math.isclose(factor, default, rel_tol=1e-5):
+            scaling["attn_factor"] = factor
     return scaling
 
 
@@ -263,9 +280,9 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> NDArray[Any]:
     return divisors
 
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_PLAIN, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _KINDS = range(1, 7)
-"""ggml's token types, which are sentencepiece's numbers: 1 is a plain token, 5 an unused one."""
+"""ggml's token types, which are sentencepiece's numbers: 5 is an unused one."""
 
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -283,17 +300,30 @@ def gguf_tokenizer_kind(file: GGUFFile) -> str | None:
     return "tokenizer.json" if model == "gpt2" else "tokenizer.model"
 
 
+TEMPLATE, TEMPLATE_OF_TOOLS = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+
+
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """The tokenizer_config.json, with the named special tokens. Raises `ModelFormatError`."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **_named_tokens(file)}
+    """The tokenizer_config.json, with the named special tokens, and two templates. Raises `ModelFormatError`."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **_named_tokens(file)}
+    if TEMPLATE_OF_TOOLS in file.metadata and TEMPLATE in file.metadata:
+        named = {"default": TEMPLATE, "tool_use": TEMPLATE_OF_TOOLS}
+        config["chat_template"] = [{"name": name, "template": file.metadata[key]} for name, key in named.items()]
     if gguf_tokenizer_kind(file) == "tokenizer.json":
         return config
+    pieces = enumerate(zip(*_pieces(file), strict=True))
     return config | {
         "tokenizer_class": "LlamaTokenizer",
         "legacy": False,
         "add_bos_token": _flag(file, "add_bos_token", True),
         "add_eos_token": _flag(file, "add_eos_token", False),
         "add_prefix_space": _flag(file, "add_space_prefix", True),
+        # Split off before sentencepiece sees a text, so that no space comes before one.
+        "added_tokens_decoder": {
+            str(number): {"content": token, "special": False}
+            for number, (token, kind) in pieces
+            if kind == _USER_DEFINED
+        },
     }
 
 
@@ -365,11 +395,12 @@ def _tokens(file: GGUFFile) -> tuple[list[str], list[int]]:
     if not tokens or len(tokens) > rows or len(set(tokens)) != len(tokens):
         allowed = f"from 1 to {rows:,} different strings, since the embedding has as many rows"
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.tokens must be {allowed}")
-    kinds = _list(file, "token_type", int) or [1] * len(tokens)
+    kinds = _list(file, "token_type", int) or [_PLAIN] * len(tokens)
     if len(kinds) != len(tokens) or not set(kinds) <= set(_KINDS):
         allowed = f"one number from 1 to 6 for each of the {len(tokens):,} tokens"
         raise ModelFormatError(f"{file.path}: tokenizer.ggml.token_type must be {allowed}")
-    return tokens, kinds
+    pairs = zip(tokens, kinds, strict=True)
+    return tokens, [_CONTROL if kind == _PLAIN and token in _ENDS else kind for token, kind in pairs]
 
 
 def _list(file: GGUFFile, name: str, kind: type) -> list[Any]:
@@ -409,9 +440,16 @@ def _end(file: GGUFFile, named: dict[str, str], name: str, default: bool) -> lis
     return [{"SpecialToken": {"id": token, "type_id": 0}}]
 
 
+def _pieces(file: GGUFFile) -> tuple[list[str], list[int]]:
+    """As `_tokens`; user-defined ones have sentencepiece's mark again where llama.cpp's converter writes a space."""
+    tokens, kinds = _tokens(file)
+    pairs = zip(tokens, kinds, strict=True)
+    return [token.replace(" ", "\u2581") if kind == _USER_DEFINED else token for token, kind in pairs], kinds
+
+
 def gguf_sentencepiece(file: GGUFFile) -> bytes:
     """The tokenizer.model: a serialized sentencepiece ModelProto. Raises `ModelFormatError`."""
-    tokens, kinds = _tokens(file)
+    tokens, kinds = _pieces(file)
     _named_tokens(file)  # their ids are those of tokens
     scores = _list(file, "scores", float)
     long = [number for number, kind in enumerate(kinds) if kind == 1 and len(tokens[number]) > 1]

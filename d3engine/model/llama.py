@@ -440,4 +440,4 @@ def _yarn_attention_scaling(rope: RopeConfig, factor: float) -> float:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
         return term(rope.mscale) / term(rope.mscale_all_dim)
-    return term(1.0)
+    return term(1.0) * (rope.attn_factor or 1.0)

@@ -13,7 +13,7 @@ from d3engine.model.fields import Fields
 
 _ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
-# The keys transformers reads for each rope type, beyond the type and theta themselves.
+# The keys transformers reads for each rope type, beyond the type and theta themselves; `attn_factor` is vLLM's.
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -22,7 +22,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "yarn": frozenset(
         {
             *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
-            *("mscale", "mscale_all_dim", "truncate"),
+            *("mscale", "mscale_all_dim", "truncate", "attn_factor"),
         }
     ),
     "longrope": frozenset({"short_factor", "long_factor", "factor", _ORIGINAL, "attention_factor"}),
@@ -50,6 +50,7 @@ class RopeConfig:
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     attention_factor: float | None = None
+    attn_factor: float | None = None  # of a yarn: a factor of the default of the one above
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -125,6 +126,7 @@ def _read_rope(
         high_freq_factor=rope.number("high_freq_factor") if "high_freq_factor" in known else None,
         original_max_position_embeddings=original,
         attention_factor=rope.optional_number("attention_factor"),
+        attn_factor=rope.optional_number("attn_factor"),
         # Zero means "not set" for these four: transformers takes them with `or` and `and`.
         beta_fast=rope.number("beta_fast", default=32.0, zero_allowed=True) or 32.0,
         beta_slow=rope.number("beta_slow", default=1.0, zero_allowed=True) or 1.0,

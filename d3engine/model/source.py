@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from d3engine.errors import ModelFormatError
-from d3engine.model.families import family_of
+from d3engine.model.families import BESIDE_IMAGES, family_of, text_config
 from d3engine.model.fields import Fields, json_object, of_a_model, read_json_object
 from d3engine.model.gguf_file import GGUFFile, open_gguf
 from d3engine.model.gguf_metadata import (
+    TEMPLATE,
+    TEMPLATE_OF_TOOLS,
     gguf_config,
     gguf_pooling,
     gguf_sentencepiece,
@@ -181,14 +183,19 @@ class DirectoryFiles(ModelFiles):
     def _open_safetensors(self) -> Iterator[Checkpoint]:
         """The files' tensors by a Llama's names."""
         from d3engine.model.checkpoint import open_safetensors
-        from d3engine.model.checkpoint_formats import renamed_checkpoint
+        from d3engine.model.checkpoint_formats import headed_checkpoint, renamed_checkpoint
 
         with open_safetensors(self.path) as checkpoint:
             if not self.has(CONFIG_FILE):
                 yield checkpoint
                 return
-            fields = Fields(self.read_json_object(CONFIG_FILE), str(self.place(CONFIG_FILE)))
-            yield renamed_checkpoint(checkpoint, family_of(fields).own_names, fields)
+            given = self.read_json_object(CONFIG_FILE)
+            text = text_config(given)
+            family = family_of(Fields(text, str(self.place(CONFIG_FILE))))
+            fields = Fields({**family.defaults, **text}, str(self.place(CONFIG_FILE)))
+            own_names = family.own_names if text is given else BESIDE_IMAGES
+            renamed = renamed_checkpoint(checkpoint, own_names, fields)
+            yield headed_checkpoint(renamed, family.names, fields.boolean("tie_word_embeddings"))
 
     def _published_fp8(self) -> Fields | None:
         """The quantization_config, if it is that of weights in 8-bit floats."""
@@ -207,7 +214,6 @@ class DirectoryFiles(ModelFiles):
         return Fields(given, f"{self.place(CONFIG_FILE)}: quantization_config") if isinstance(given, dict) else None
 
 
-_TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -231,7 +237,7 @@ class GGUFFiles(ModelFiles):
         if name == "tokenizer_config.json":
             return gguf_tokenizer_kind(self._file) is not None
         if name == "chat_template.jinja":
-            return _TEMPLATE in self._file.metadata
+            return TEMPLATE in self._file.metadata and TEMPLATE_OF_TOOLS not in self._file.metadata
         if name == POOLING_FILE:
             return gguf_pooling(self._file) is not None
         return name in _MADE
@@ -271,9 +277,9 @@ def _generation_config(file: GGUFFile) -> bytes:
 
 
 def _chat_template(file: GGUFFile) -> bytes:
-    template = file.metadata[_TEMPLATE]
+    template = file.metadata[TEMPLATE]
     if not isinstance(template, str):
-        file.refuse(_TEMPLATE, "a string")
+        file.refuse(TEMPLATE, "a string")
     return template.encode("utf-8")
 
 

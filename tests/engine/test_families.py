@@ -16,7 +16,14 @@ from observers import observer_of
 from safetensors.torch import load_file, save_file
 from stepping import generated, greedy
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedModel,
+)
 from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine
@@ -253,6 +260,49 @@ def test_a_llama_model_without_a_head_answers_with_its_embedding(tmp_path: Path)
     LlamaModel(LlamaConfig(**(TINY | {"tie_word_embeddings": True}))).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert_answers_as(model, tmp_path)
+
+
+HEADLESS = {
+    "as Qwen3-Embedding-0.6B is published": ("qwen3", "Qwen3ForCausalLM", True),
+    "as Qwen3-Embedding-8B is published": ("qwen3", "Qwen3ForCausalLM", False),
+    "as sentence-transformers saves a Qwen3": ("qwen3", "Qwen3Model", True),
+    "a Qwen2": ("qwen2", "Qwen2Model", False),
+    "a Mistral": ("mistral", "MistralModel", False),
+}
+"""Model type, name of the architecture, and whether the config ties the head that is not there."""
+
+
+@pytest.mark.parametrize("case", HEADLESS)
+def test_a_model_without_head_or_prefix_is_its_family(case: str, tmp_path: Path) -> None:
+    """Its tensors have no prefix, and the embedding is the head."""
+    model_type, architecture, is_tied = HEADLESS[case]
+    directory, model = make_family(tmp_path, (model_type, {"tie_word_embeddings": True, "sliding_window": None}))
+    model.base_model.save_pretrained(directory)
+    assert not any(name.startswith("model.") for name in load_file(directory / "model.safetensors"))
+    change_config(directory, {"architectures": [architecture], "tie_word_embeddings": is_tied})
+    assert_answers_as(model, directory)
+    quantize_model(directory, tmp_path / "quantized", "int8", show_progress=False)
+    verify_model(tmp_path / "quantized", show_progress=False)
+
+
+@pytest.mark.parametrize("names", ["published", "of transformers 5"])
+def test_text_model_of_a_gemma_3_with_images_answers(names: str, tmp_path: Path) -> None:
+    """The tower of images is left; fields of `text_config` that it leaves out have their defaults."""
+    text = TINY | {"num_hidden_layers": 7, "sliding_window": 20, "tie_word_embeddings": True}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    torch.manual_seed(0)
+    directory, model = save_random(tmp_path, Gemma3ForConditionalGeneration(config))
+    tensors = load_file(directory / "model.safetensors")
+    assert any("vision_tower" in name for name in tensors)
+    if names == "published":
+        kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "sliding_window", "vocab_size")
+        change_config(directory, {"text_config": {"model_type": "gemma3_text"} | {name: text[name] for name in kept}})
+    else:
+        renamed = {name.replace("language_model.model.", "model.language_model."): one for name, one in tensors.items()}
+        save_file(renamed, directory / "model.safetensors")
+    assert_answers_as(model, directory)
 
 
 OTHER_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3", "EXAONE 4"]

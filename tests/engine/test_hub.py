@@ -29,7 +29,7 @@ from d3engine import LLM, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.cli import app
 from d3engine.engine.gguf_choice import quantization_of
 from d3engine.engine.hub import _snapshot
-from d3engine.engine.model_directory import model_directory
+from d3engine.engine.model_directory import model_directory, own_pooling
 from d3engine.errors import D3EngineError, MissingExtraError
 from d3engine.utils.files import DATA_BYTES
 from d3engine.weights_tools.inspection import verify_model
@@ -131,6 +131,15 @@ def test_only_what_the_loader_opens_is_fetched(hub: Hub, said: Said, tiny_llama:
     assert sorted(hub.fetched) == sorted(files)
     assert sorted(path.name for path in Path(found).iterdir()) == sorted(files)
     verify_model(Path(found))  # which follows the links of the hub's cache, and reads every tensor
+
+
+def test_pooling_of_a_hub_model_is_fetched_with_it(hub: Hub, said: Said) -> None:
+    """An embedding model of the hub pools as its folder 1_Pooling says."""
+    pooling = {"1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}', "2_Dense/config.json": b"{}"}
+    hub.repositories["ada/embeds"] = {"main": Commit(SMALL | pooling)}
+    (found,) = said("ada/embeds")
+    assert own_pooling(Path(found)) == "last"
+    assert sorted(hub.fetched) == ["1_Pooling/config.json", *sorted(SMALL)]
 
 
 def test_revision_is_a_branch_tag_or_commit_and_may_move(hub: Hub, said: Said) -> None:

@@ -1,5 +1,6 @@
 """What a GGUF file says beyond what is read is refused, unless it says what is computed anyway."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from gguf_files import SMALL, write_gguf
+from gguf_files import SMALL, bpe_keys, write_gguf
 
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_metadata import _NEUTRAL, _TOKENIZER_NEUTRAL
+from d3engine.text.tokenizer import load_tokenizer
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
@@ -60,3 +62,25 @@ def test_a_factor_without_a_type_is_linear_as_in_llama_cpp(tmp_path: Path) -> No
     for nothing in ({"rope.scaling.factor": 0.0}, {"rope.scale_linear": 0.0}, {"rope.scaling.factor": 1.0}):
         assert read(tmp_path, **nothing) == read(tmp_path)
     assert read(tmp_path, **{"rope.scaling.type": "none", "rope.scaling.factor": 4.0}) == read(tmp_path)
+
+
+def test_factor_of_yarns_attention_is_read_where_it_counts(tmp_path: Path) -> None:
+    """Converters write transformers' attention_factor, which is the default's value, or vLLM's attn_factor of it."""
+    key = "rope.scaling.yarn_attn_factor"
+    usual = read(tmp_path, **YARN)
+    for same in (1.0, 1.138629436):
+        assert read(tmp_path, **YARN, **{key: same}) == usual
+    assert read(tmp_path, **YARN, **{key: 0.875}).rope == replace(usual.rope, attn_factor=0.875)
+
+
+def test_special_tokens_that_end_answers_need_no_key(tmp_path: Path) -> None:
+    """A special token is an end by its name, and special where a file calls it plain."""
+    keys = bpe_keys()
+    first, kinds = keys["tokenizer.ggml.bos_token_id"], keys["tokenizer.ggml.token_type"]
+    leave, ends = ("tokenizer.ggml.eot_token_id",), {"tokenizer.ggml.eos_token_id": first}
+    file = write_gguf(tmp_path / "m.gguf", changes=ends, leave=leave, **SMALL)
+    assert ModelConfig.from_directory(file).eos_token_ids == (first, first + 2)
+    plain = {"tokenizer.ggml.token_type": [*kinds[: first + 2], 1, *kinds[first + 3 :]]}
+    file = write_gguf(tmp_path / "m.gguf", changes=ends | plain, leave=leave, **SMALL)
+    assert ModelConfig.from_directory(file).eos_token_ids == (first, first + 2)
+    assert load_tokenizer(file).encode("<|im_end|>", add_special_tokens=False) == [first + 2]

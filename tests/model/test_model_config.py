@@ -250,10 +250,11 @@ def test_a_missing_config_or_directory_is_named(tmp_path: Path) -> None:
 
 def test_generation_defaults_are_those_that_the_file_sets(tmp_path: Path) -> None:
     assert load_generation_config(tmp_path) == {}
-    contents = {"temperature": 1, "top_p": 0.9, "top_k": None, "do_sample": True, "max_new_tokens": 64}
+    contents = {"temperature": 1, "top_p": 0.9, "top_k": -1, "min_p": None, "do_sample": True, "max_new_tokens": 64}
     contents |= {"eos_token_id": 5, "bos_token_id": 4, "_from_model_config": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(contents))
-    wanted = {"temperature": 1.0, "top_p": 0.9, "do_sample": True, "max_new_tokens": 64, "eos_token_ids": (5,)}
+    wanted = {"temperature": 1.0, "top_p": 0.9, "top_k": -1, "do_sample": True, "max_new_tokens": 64}
+    wanted |= {"eos_token_ids": (5,)}
     assert load_generation_config(tmp_path) == wanted
 
 

@@ -72,6 +72,19 @@ def transformers_rotations(embedding: LlamaRotaryEmbedding, positions: Tensor) -
     return torch.complex(cos[0, :, :half], sin[0, :, :half])
 
 
+def test_attn_factor_of_yarn_multiplies_its_default() -> None:
+    """As in vLLM: of DeepSeek-R1-0528-Qwen3-8B, whose own undoes the default; transformers passes it over."""
+    rope = YARN | {"attn_factor": 0.8782488562869419}
+    assert scaling_of(rope) == pytest.approx(1.0)
+    assert scaling_of(rope | {"attention_factor": 0.75}) == 0.75
+
+
+def scaling_of(rope: dict[str, Any]) -> float:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 8, "intermediate_size": 8}
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 32_768, "rope_scaling": rope}
+    return inverse_frequencies(ModelConfig.from_dict(sizes | fields), 8)[1]
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("name", ROPES)
 def test_inverse_frequencies_equal_transformers_to_the_bit(name: str, head_dim: int) -> None:

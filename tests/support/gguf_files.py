@@ -181,8 +181,12 @@ def bpe_keys(pre: str = "llama-bpe") -> dict[str, Any]:
     }
 
 
+USER_DEFINED = ["<think>", "\u2581\u2581", "\u2581\u2581\u2581\u2581"]
+"""The last two as Gemma has them, for runs of spaces."""
+
+
 def sentencepiece_model(*, add_dummy_prefix: bool = True) -> bytes:
-    """A small sentencepiece model with byte pieces, one special and one user-defined token."""
+    """A small sentencepiece model with byte pieces, one special and some user-defined tokens."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus()),
@@ -193,7 +197,7 @@ def sentencepiece_model(*, add_dummy_prefix: bool = True) -> bytes:
         split_digits=True,
         character_coverage=0.99,
         control_symbols=["<|im_end|>"],
-        user_defined_symbols=["<think>"],
+        user_defined_symbols=USER_DEFINED,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=add_dummy_prefix,
@@ -210,12 +214,16 @@ def sentencepiece_keys(model: bytes) -> dict[str, Any]:
     def kind(piece: int) -> int:
         asked = {2: pieces.is_unknown, 3: pieces.is_control, 5: pieces.is_unused, 6: pieces.is_byte}
         found = [number for number, is_it in asked.items() if is_it(piece)]
-        return found[0] if found else 4 if pieces.id_to_piece(piece) == "<think>" else 1
+        return found[0] if found else 4 if pieces.id_to_piece(piece) in USER_DEFINED else 1
+
+    def token(piece: int) -> str:
+        name = str(pieces.id_to_piece(piece))
+        return name.replace("\u2581", " ") if kind(piece) == 4 else name
 
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [pieces.id_to_piece(piece) for piece in every],
+        "tokenizer.ggml.tokens": [token(piece) for piece in every],
         "tokenizer.ggml.scores": [pieces.get_score(piece) for piece in every],
         "tokenizer.ggml.token_type": [kind(piece) for piece in every],
         "tokenizer.ggml.bos_token_id": pieces.bos_id(),

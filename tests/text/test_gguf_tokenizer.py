@@ -185,6 +185,7 @@ def test_a_sentencepiece_tokenizer_is_the_model_it_came_from(tmp_path: Path, pre
         plain = [line for line in corpus() if line and "  " not in line and line.isascii()][:200]
         assert [ours.encode(text) for text in plain] == [theirs.encode(text) for text in plain]
     assert ours.encode("<|im_end|>")[1:] == [original.piece_to_id("<|im_end|>")]
+    assert ours.encode("<think>")[1:] == [original.piece_to_id("<think>")]  # no space comes before it
 
 
 BPE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -171,3 +171,15 @@ def test_gguf_unknown_freq_factors_and_tensors_are_refused(tmp_path: Path) -> No
         extra = {name: np.linspace(1, 9, SIZES["head_dim"] // 4, dtype=np.float32)}
         source = write_gguf(tmp_path / "model.gguf", extra=extra, **SMALL)
         assert_refuses(name, convert_gguf, source, tmp_path / "model")
+
+
+def test_template_for_tools_of_a_file_is_kept(tmp_path: Path) -> None:
+    """A GGUF file with two templates has both, and so has what it is converted to."""
+    named = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools[0]['name'] }}"}
+    file = write_gguf(tmp_path / "model.gguf", changes=named, **SMALL)
+    convert_gguf(file, tmp_path / "made", show_progress=False)
+    for source in (file, tmp_path / "made"):
+        template = load_chat_template(source)
+        assert template is not None
+        assert template.render([{"role": "user", "content": "a"}]) == "plain"
+        assert template.render([{"role": "user", "content": "a"}], tools=[{"name": "add"}]) == "add"

@@ -162,6 +162,16 @@ def fail_from(move: int, *, every: bool, error: type[BaseException] | BaseExcept
     return fail
 
 
+def test_new_tokenizer_replaces_all_files_of_the_old(tmp_path: Path) -> None:
+    """No template or tokenizer of the old model stays beside the new weights; what a user has made stays."""
+    kept = {"prompt_form.json": b"mine", "d3.json": b"mine", "notes.txt": b"mine"}
+    write(tmp_path, OLD | kept | {"tokenizer.json": b"old", "chat_template.jinja": b"old"})
+    (tmp_path / "1_Pooling").mkdir()
+    with output_directory(tmp_path, overwrite=True) as folder:
+        write(folder, NEW | {"tokenizer.model": b"new"})
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == NEW | kept | {"tokenizer.model": b"new"}
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_overwrite_that_is_cut_short_leaves_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

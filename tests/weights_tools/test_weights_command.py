@@ -1,5 +1,7 @@
 """`d3engine weights` converts, inspects and verifies; a destination in use is kept, an error is one line."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ from conversion import make_model, run, save_bin, save_meta, write_llama2c
 from safetensors.torch import save_file
 from saved_llama import change, change_json
 
+from d3engine.cli.commands import interrupted_by_signals
 from d3engine.errors import InvalidValueError
+from d3engine.weights_tools import convert
 from d3engine.weights_tools.convert import convert_llama2c
 
 
@@ -39,6 +43,27 @@ def test_a_destination_in_use_is_kept_unless_overwrite_is_given(tmp_path: Path) 
     assert (destination / "notes.txt").read_text() == "mine"
     with pytest.raises(InvalidValueError, match=r"DST must be a directory, or a path where none exists.*; got .*"):
         convert_llama2c(source, source, overwrite=True, show_progress=False)
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(InvalidValueError, match=r"DST must be a directory, or a path where none exists.*; got .*link"):
+        convert_llama2c(source, tmp_path / "link", show_progress=False)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_killed_conversion_leaves_nothing_behind(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed terminal and a `kill` end it as Ctrl-C does; under nohup a closed terminal does not."""
+    number = getattr(signal, name)
+    write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_weights", lambda *_, **__: os.kill(os.getpid(), number))
+        ended = run("convert", "llama2c", str(tmp_path / "model.bin"), str(tmp_path / "out"))
+    assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (130, "interrupted")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with interrupted_by_signals():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
 
 
 def test_written_weights_are_as_readable_as_their_companions(converted: Path) -> None:
