@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers_oracle import greedy
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.depth import NEVER, LayerTable
+from d3engine.depth import NEVER, Distilled, LayerTable
 from d3engine.errors import InvalidValueError
 from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.copying import Grid, Outcome, TailCopied, measure_copying
@@ -111,6 +111,13 @@ def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: MakeLlama) -> 
     waking = LayerTable([[0, 1, 2], [0, 2], [0, 1, 2]]).schedule(3)
     with pytest.raises(InvalidValueError, match="schedule"):
         next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, waking))
+
+
+def test_observer_refuses_a_student(tiny_llama: MakeLlama) -> None:
+    """An observer has the model's own layers alone: a student's would pass for full depth."""
+    schedule = Distilled(student="own.safetensors").schedule(3)
+    with pytest.raises(InvalidValueError, match=r"student must be absent.*got 'own.safetensors'"):
+        next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, schedule))
 
 
 # -- saturation --------------------------------------------------------------------------------------------------------

@@ -145,11 +145,11 @@ class LayerLoss:
             ],
         }
 
-    def _means_as_dict(self, step: int, width: int, first: int, among: range | None) -> dict[str, float]:
+    def _means_as_dict(self, step: int, width: int, first: int, among: range | None) -> dict[str, float | None]:
         kl, extra, agrees = (self.mean(measure, step, width, first, among) for measure in MEASURES)
         return {
             "kl_nats": kl.value,
-            "kl_nats_arm_95": kl.arm,
+            "kl_nats_arm_95": kl.known_arm,
             "perplexity_ratio": float(np.exp(extra.value)),
             "same_first_choice": agrees.value,
         }
