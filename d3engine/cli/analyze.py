@@ -101,7 +101,7 @@ def kinds(options: AnalysisOptions, depth: Depth) -> None:
     policy = options.policy_or_own(depth)
     total = options.num_layers
     schedule = policy.schedule(total)
-    is_plain = schedule.is_nested and policy.exit_rule(total) is None and not policy.drafts
+    is_plain = schedule.is_nested and policy.exit_rule(total) is None and not (policy.drafts or schedule.students)
     require(is_plain, "--depth", policy.name, "a policy whose layers are known before and stay skipped, such as d3")
     seen = options.observe()
     known = TokenKinds(seen.tokenizer(options.model), seen.engine.config.eos_token_ids)

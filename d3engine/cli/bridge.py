@@ -36,6 +36,7 @@ from d3engine.cli.commands import (
 )
 from d3engine.cli.depth_options import number, window_of
 from d3engine.cli.engine_options import Model, Options, beside_weights, engine_arguments, model_directory, takes_engine
+from d3engine.depth import FullDepth
 from d3engine.depth.schedule import exact_fraction
 from d3engine.errors import require, require_integer
 from d3engine.utils.progress import counting
@@ -102,7 +103,7 @@ def chats_command(
     from d3engine.research.analysis.answers import answer
     from d3engine.research.bridges.own_answers import made_up_prompts
 
-    with Engine(model, **engine_arguments(model, engine_options)) as engine:
+    with Engine(model, depth=FullDepth(), **engine_arguments(model, engine_options)) as engine:
         asked = made_up_prompts(engine, texts, 2 * engine_options.get("seed", 0))
         prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]
         answers = [one.text for one in answer(engine, prompts, max_tokens)]

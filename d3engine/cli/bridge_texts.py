@@ -278,6 +278,7 @@ def schedule_of(policy: str, num_layers: int) -> Schedule:
     schedule = found.schedule(num_layers)
     require(plain and schedule.is_nested, "--depth", policy, "one whose skipped layers stay skipped")
     require(schedule.bridges is None, "--depth", policy, "without bridges, which --bridges names")
+    require(not schedule.students, "--depth", policy, "without a student (d3engine depth measure judges those)")
     return schedule
 
 

@@ -36,6 +36,7 @@ from d3engine.cli.engine_options import (
 from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT
+from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.model.config import ModelConfig
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
@@ -61,6 +62,7 @@ from d3engine.research.calibration.search import (
     window_candidates,
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
+from d3engine.utils.files import beside
 from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -307,10 +309,11 @@ def calibrate_command(
     seed = engine_options.get("seed", 0)
     measures_depths()
 
-    from d3engine.cli.eval import kept_answers
+    from d3engine.cli.eval import computed_by, kept_answers
     from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.expected_tensors import fingerprint
-    from d3engine.research.calibration.bridge_choices import as_run, check_target
+    from d3engine.model.students import STUDENT_FILE
+    from d3engine.research.calibration.bridge_choices import as_run, check_student_target, check_target
     from d3engine.research.calibration.report import as_dict, measured_windows
     from d3engine.research.calibration.scoring import EngineScorer
     from d3engine.research.calibration.tasks import calibration_task
@@ -331,6 +334,9 @@ def calibrate_command(
     with TemporaryDirectory(prefix="d3engine-") as cuts:
         choices = _bridge_choices(given, bridges, ranks, directory, name, Path(cuts))
         check_target(choices, target.with_name(BRIDGES_FILE))
+        if given and (student := getattr(given.policy, STUDENT, None)) is not None:
+            source = beside(directory, STUDENT_FILE) if student == AUTO_BRIDGES else Path(student)
+            check_student_target(source, target.with_name(STUDENT_FILE))
         usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
         held = {choice.name: choice.windows for choice in choices.values()}
         has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
@@ -356,10 +362,11 @@ def calibrate_command(
         params = sampling_params(engine, {"max_tokens": most, "temperature": 0.0, "stop": list(asked.stop) or None})
         run = [as_run(one.policy, choices) for one in candidates]
         open_bridges(engine, run)
-        kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run])
+        made_of = {str(one.path): one.made_of for one in choices.values() if one.made_of}
+        kept = None if answers is None else kept_answers(answers, engine, [FullDepth(), *run], made_of)
         scorer = EngineScorer(engine, params, parts, choices, kept)
         result = _search(scorer, candidates, plan, accepted, least_saving / 100, only=given)
-        ran = {"dtype": str(engine.dtype).removeprefix("torch."), "device": engine.device.type}
+        ran = computed_by(engine) | {"device": engine.device.type}
         about: Options = {"task": task, "seed": seed, "max_tokens": most, **ran}
         about |= {} if num_fewshot is None else {"shots": num_fewshot}
         about |= {"chat": True} if chat else {}

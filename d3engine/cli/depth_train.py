@@ -117,13 +117,14 @@ def answers_command(
 
     import random
 
+    from d3engine.depth import FullDepth
     from d3engine.engine.engine import Engine
     from d3engine.model.expected_tensors import fingerprint
 
     seed = engine_options.get("seed", 0)
     begun = time.monotonic()
     policy = None if depth is None else policy_of(depth)
-    with Engine(model, **engine_arguments(model, engine_options)) as engine:
+    with Engine(model, depth=FullDepth(), **engine_arguments(model, engine_options)) as engine:
         name = fingerprint(engine.directory)
         if prompts_of is None:
             held_out, own = (

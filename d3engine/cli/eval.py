@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -139,7 +139,7 @@ class Run:
         for benchmark, (policies, params) in zip(benchmarks, planned, strict=True):
             results.append(_measure(engine, benchmark, policies, params, self.shares_prompts, kept))
             self._print(benchmark_tables(results[-1]))
-        self.facts |= _machine(engine)
+        self.facts |= computed_by(engine)
         described = {"benchmarks": [as_dict(result) for result in results]}
         if len(results) > 1:
             self._print([side_by_side(results)])
@@ -159,7 +159,7 @@ class Run:
             else max_tokens,
             manager=found,
         )
-        self.facts |= _machine(engine)
+        self.facts |= computed_by(engine)
         described = {"harness": [harness_dict(run, runs[0]) for run in runs]}
         self._print(harness_tables(runs))
         self._write(harness_tables(runs), described, harness_charts(runs))
@@ -209,12 +209,16 @@ def _kept_answers(
     return kept_answers(path, engine, [policy for policies, _ in planned for policy in policies])
 
 
-def kept_answers(path: Path, engine: Engine, policies: Sequence[DepthPolicy]) -> KeptAnswers:
-    """The answers of earlier runs of the same weights, and of the files that `policies` name."""
+def kept_answers(
+    path: Path, engine: Engine, policies: Sequence[DepthPolicy], made_of: Mapping[str, str] | None = None
+) -> KeptAnswers:
+    """The answers of earlier runs of the same weights, and of the files that `policies` name; `made_of` is that of
+    `KeptAnswers`."""
     from d3engine.model.expected_tensors import fingerprint
 
     bridges = bridge_hashes(engine, policies)
-    kept = KeptAnswers(path, {"weights": fingerprint(engine.directory), **_machine(engine)}, bridges)
+    about = {"weights": fingerprint(engine.directory), **computed_by(engine)}
+    kept = KeptAnswers(path, about, bridges, made_of, engine.max_model_len)
     note(f"{path} has {len(kept)} answers.")
     return kept
 
@@ -252,9 +256,12 @@ def _measure(
     return Result(benchmark, tuple(policy_in_words(policy) for policy in policies), tuple(scores))
 
 
-def _machine(engine: Engine) -> dict[str, str]:
-    dtypes = {"dtype": engine.dtype, "weight_dtype": engine.weight_dtype}
-    return {"device": str(engine.device)} | {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+def computed_by(engine: Engine) -> dict[str, str]:
+    """What answers depend on beside weights, prompt and sampling."""
+    settings = engine.settings
+    dtypes = {"dtype": engine.dtype, "weight_dtype": engine.weight_dtype, "kv_cache_dtype": settings.kv_dtype}
+    told = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return {"device": str(engine.device), **told, "activations": settings.activations}
 
 
 def _readable(value: Any) -> str:
@@ -370,7 +377,7 @@ def evaluate(
             raise InvalidValueError("--" + name.replace("_", "-"), value, "left to the tasks of the harness")
         require(split is SplitName.test, "--split", split.value, "'test', since harness tasks split for themselves")
         found = find_tasks(names, str(include_path) if include_path else None)
-        engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
+        engine = open_engine(model, engine_options, AUTO if AUTO in depths else FullDepth())
         lengths = {sampling.get("max_tokens", catalogue.harness_length(name, HARNESS_MAX_TOKENS)) for name in names}
         same = f"tasks of one length beside --baselines, whose depth is over it (here {sorted(lengths)} tokens)"
         require(not baselines or len(lengths) == 1, "--tasks", tasks, same)
@@ -381,7 +388,7 @@ def evaluate(
     given = {"split": split.value, "seed": seed, "limit": limit, "shots": num_fewshot}
     files = partial(catalogue.from_files, chat=chat)
     benchmarks = files(names, data, **given) if data else catalogue.generated(names, chat=chat, **given)
-    engine = open_engine(model, engine_options, AUTO if AUTO in depths else None)
+    engine = open_engine(model, engine_options, AUTO if AUTO in depths else FullDepth())
     more = {"seed": seed, "shots": num_fewshot, "most": exit_questions}
     depth_questions = partial(catalogue.depth_questions, folder=data, chat=chat, **more) if baselines else None
     run.with_benchmarks(engine, benchmarks, depth_questions)

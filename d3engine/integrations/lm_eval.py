@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -46,16 +46,15 @@ class Usage:
     work: Work = NO_WORK
     unfinished: int = 0
     nominal_tokens: int = 0
-    nominal_layers: int = 0
+    nominal_layers: float = 0
 
-    def add(self, work: Work, finish_reason: str | None, nominal_depths: Iterable[int]) -> None:
-        """Count one answer; `nominal_depths` are those of the longest allowed answer, if known beforehand."""
-        nominal = list(nominal_depths)
+    def add(self, work: Work, finish_reason: str | None, nominal_tokens: int, nominal_layers: float) -> None:
+        """Count one answer; the nominal figures are those of the longest allowed answer, 0 if not known beforehand."""
         self.answers += 1
         self.work += work
         self.unfinished += finish_reason == "length"
-        self.nominal_tokens += len(nominal)
-        self.nominal_layers += sum(nominal)
+        self.nominal_tokens += nominal_tokens
+        self.nominal_layers += nominal_layers
 
     @property
     def nominal_mean_layers(self) -> float | None:
@@ -188,13 +187,16 @@ class D3EngineLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             params.append(options)
         texts = [""] * len(requests)
         is_known = is_known_beforehand(self.policy, self.engine.config.num_layers)
+        saved = self.engine.bridges.students_save  # a narrower layer counts as the part of a layer that it is
         for place, output in self._run(prompts, params, "generate_until", disable_tqdm):
             answer, request = output.outputs[0], requests[place]
             texts[place] = answer.text
             usage = self.usage.setdefault(str(getattr(request, "task_name", None) or ""), Usage())
             work = work_of(output, self.policy, self.engine.config.num_layers)
-            nominal = self.schedule.depths(params[place].max_tokens or 0).tolist() if is_known else []
-            usage.add(work, answer.finish_reason, nominal)
+            work = replace(work, narrower=saved(self.policy, work.tokens))
+            most = (params[place].max_tokens or 0) if is_known else 0
+            nominal = int(self.schedule.depths(most).sum()) - saved(self.policy, most)
+            usage.add(work, answer.finish_reason, most, nominal)
             self.cache_hook.add_partial("generate_until", request.args, answer.text)
         return texts
 

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers_oracle import greedy
 
 from d3engine import D3, Engine, FullDepth, SamplingParams
-from d3engine.depth import NEVER, LayerTable
+from d3engine.depth import NEVER, Distilled, LayerTable
 from d3engine.errors import InvalidValueError
 from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.copying import Grid, Outcome, TailCopied, measure_copying
@@ -113,6 +113,13 @@ def test_layers_that_wake_up_again_cannot_be_observed(tiny_llama: MakeLlama) -> 
         next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, waking))
 
 
+def test_observer_refuses_a_student(tiny_llama: MakeLlama) -> None:
+    """An observer has the model's own layers alone: a student's would pass for full depth."""
+    schedule = Distilled(student="own.safetensors").schedule(3)
+    with pytest.raises(InvalidValueError, match=r"student must be absent.*got 'own.safetensors'"):
+        next(observer_of(tiny_llama().directory).layers([1, 2, 3], 1, schedule))
+
+
 # -- saturation --------------------------------------------------------------------------------------------------------
 
 
@@ -206,12 +213,12 @@ def test_late_tokens_are_compared_with_early_ones_of_their_text() -> None:
     )
     found = result.as_dict()["late_less_early"]
     assert (found["texts"], found["value"]) == (2, pytest.approx(-2))
-    assert found["arm_95"] == pytest.approx(1.96, abs=0.001), "two texts, one away from their mean each"
+    assert found["arm_95"] == pytest.approx(12.706, abs=0.001), "two texts, one away from their mean each"
     groups = result.as_dict()["by_step"]
     assert [one["steps"] for one in groups] == ["0", "1", "2-3", "4-7", "8-15", "16-31", "32-39"]
     assert [one["mean"] for one in groups[-2:]] == [pytest.approx((9 + 9 + 100) / 3), pytest.approx((4 + 67) / 2)]
     (note,) = result.table().notes
-    assert "over 2 texts that reach them: -2.00 nats (95 %: -3.96 to -0.04)" in note
+    assert "over 2 texts that reach them: -2.00 nats (95 %: -14.71 to +10.71)" in note
     settled = Saturation(80, [AnswerSaturation(np.array(t, dtype=int), np.array(t), np.array(t)) for t in texts])
     assert "-2.00 layers" in settled.table().notes[0]
     assert settled.table().rows[-1][2].startswith(f"{np.mean(texts):.2f} +- ")

@@ -12,7 +12,7 @@ from tiny_models import random_prompts
 from d3engine.depth import NEVER, Schedule
 from d3engine.errors import InvalidValueError
 from d3engine.research.analysis.answers import Answered
-from d3engine.research.analysis.layers import MEASURES, LayerLoss, measure_layers, passes
+from d3engine.research.analysis.layers import MEASURES, LayerLoss, measure_layers, passes, quantile_of_t
 from d3engine.research.analysis.observer import Observer
 
 LAYERS = 5
@@ -74,9 +74,16 @@ def test_means_are_over_tokens_and_their_intervals_over_texts() -> None:
     assert found.value == 2
     assert found.arm == 0, "both texts have the mean of all"
     spread = LayerLoss(2, (1,), (1,), [values(np.nan, 1.0), values(np.nan, 3.0)])
-    assert spread.mean("kl", 1, 1, 1).arm == pytest.approx(1.959964 * 1.0)  # the standard error of (1, 3) is 1
+    assert spread.mean("kl", 1, 1, 1).arm == pytest.approx(12.7062)  # the standard error of (1, 3) is 1
     assert spread.mean("kl", 1, 1, 1, range(1, 2)).value == 2
     assert np.isnan(LayerLoss(2, (1,), (1,), [values(np.nan, 1.0)]).mean("kl", 1, 1, 1).arm)
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(1, 12.7062), (2, 4.3027), (7, 2.3646), (12, 2.1788), (39, 2.0227)])
+def test_quantile_of_t_is_the_tables(freedom: int, value: float) -> None:
+    """Intervals of few texts have the width of Student's distribution, as tables print it."""
+    assert quantile_of_t(freedom) == pytest.approx(value, abs=5e-5)
+    assert quantile_of_t(10_000) == pytest.approx(1.96, abs=5e-4)
 
 
 def test_the_tables_name_the_window_that_costs_least(observer: Observer, texts: list[Answered]) -> None:

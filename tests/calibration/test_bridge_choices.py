@@ -11,6 +11,7 @@ import pytest
 import torch
 from bridge_files import some_maps, write_maps
 from invoking import invoke
+from watching import watch
 
 from d3engine import Engine, SamplingParams
 from d3engine.depth import D3, Nested
@@ -133,3 +134,21 @@ def test_bridges_that_cannot_serve_are_refused_before_any_answer(tmp_path: Path)
     result = calibrate("--bridges", file, "--out", str(aside / "d3.json"))
     assert result.exit_code == 2
     assert f"such that no {BRIDGES_FILE} lies beside it" in result.stderr.splitlines()[-1]
+
+
+def test_calibration_with_cut_bridges_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept answers of cut maps are found again, though each run cuts them into another directory."""
+    asked = watch(monkeypatch, Engine, "generate", lambda engine, prompts, *_, **__: len(prompts))
+    file = demo_bridges(tmp_path / "b.safetensors", scale=0)
+    words = ("--bridges", file, "--bridge-rank", "16", "--start", "0.7", "--alpha", "0.9", "--budget", "250")
+    run = (*words, "--answers", str(tmp_path / "kept.jsonl"), "--out", str(tmp_path / "d3.json"))
+    assert calibrate(*run).exit_code == 0
+    assert asked
+    asked.clear()
+    (tmp_path / BRIDGES_FILE).unlink(missing_ok=True)
+    assert calibrate(*run).exit_code == 0
+    assert asked == []
+    demo_bridges(Path(file), scale=0.5)
+    (tmp_path / BRIDGES_FILE).unlink(missing_ok=True)
+    calibrate(*run)
+    assert asked, "other maps give other answers"

@@ -246,7 +246,7 @@ def test_certification_ends_at_the_first_failure() -> None:
 def test_each_part_answers_its_own_problems_and_the_budget_holds() -> None:
     scorer = KnownScorer(lambda policy, part: 0.01)
     result = search(scorer, answers=6000)
-    assert sum(count for _, _, _, count in scorer.calls) <= 6000
+    assert sum(count for _, _, _, count in scorer.calls) <= result.budget.answers <= 6000
     seen: dict[tuple[DepthPolicy, Part], int] = {}
     for policy, part, first, count in scorer.calls:  # no problem twice, none left out
         assert first == seen.get((policy, part), 0)
@@ -303,7 +303,9 @@ def test_budget_that_proves_nothing_is_refused_with_least_sizes() -> None:
         assert "not even a setting without any loss could be certified" in words
         assert words.endswith(f"got '{limit} and {answers}'")
     plan = plan_budget(35, 1550, 190, two)
-    assert (plan.first_round, plan.certification) == (8, 190)
+    assert (plan.first_round, plan.certification, plan.answers) == (8, 190, 1550)
+    few = plan_budget(35, 7000, None, Tolerance(0.1), Has(32, 60))
+    assert few.answers == 1550 - 5 * (190 - 60), "a task with few questions cannot take all of the budget"
     assert plan_budget(35, 7000, None, two).certification == 700
     assert plan_budget(35, 7000, None, two).first_round == 46
 

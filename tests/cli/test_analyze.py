@@ -12,6 +12,7 @@ from invoking import refused, report_of, succeed
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
 from d3engine.engine.model_directory import model_directory
+from d3engine.research.analysis.answers import read_prompts
 from d3engine.research.analysis.kinds import SIDES
 from d3engine.research.evaluation.procedural import different_problems
 
@@ -116,6 +117,9 @@ def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
     stdout = drawn(png, "layers", "demo", *small)
     report = run_json("layers", "demo", *small)
     assert (report["texts"], report["tokens"], len(report["windows"])) == (1, [6], 2 * 15)
+    assert {one["kl_nats_arm_95"] for one in report["windows"]} == {None}, (
+        "one text has no interval, and NaN is no JSON"
+    )
     least = min((one for one in report["windows"] if one["from_step"] == 4), key=lambda one: one["kl_nats"])
     row = next(row for row in cells(stdout) if row[:2] == ["4", "2"])
     assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
@@ -224,6 +228,7 @@ def test_a_sample_as_text_picture_page_and_json(png: Path, tmp_path: Path) -> No
         (["layers", "--from-step", "0"], "--from-step"),
         (["kinds", "--depth", "early-exit threshold=0.9"], "--depth"),
         (["kinds", "--depth", "lossless alpha=0.9 start=0.6"], "--depth"),
+        (["kinds", "--depth", "distilled student=s.safetensors", "--reference-answers"], "--depth"),
         (["schedule", "--start", "1.5"], "start"),
         (["schedule", "--steps", "0"], "--steps"),
         (["flow", "--png", "picture.foo"], "got 'picture.foo'"),
@@ -246,6 +251,13 @@ def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
     for wrong in ("{}", "[]", "[1]", '[""]', "[", "\udcff"):
         prompts.write_bytes(wrong.encode("utf-8", "surrogateescape"))
         assert "--prompts" in refused(["analyze", "flow", "demo", "--prompts", str(prompts)]).splitlines()[-1]
+
+
+def test_a_line_separator_within_a_prompt_stays(tmp_path: Path) -> None:
+    """Prompts end at line feeds alone: pasted texts have other separators of lines."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("Two\u2028lines\r\n\nand \x0cone\n".encode())
+    assert read_prompts(prompts, 9) == ["Two\u2028lines", "and \x0cone"]
 
 
 @pytest.mark.parametrize("command", ["kinds", "sample"])

@@ -121,6 +121,8 @@ def test_bridge_windows_are_nested_measured_and_tuned(texts: Path, tmp_path: Pat
     spoilt = run(*tune, "--rate", "1", "--out", str(tmp_path / "no"))
     assert "nothing was written" in spoilt.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "better.safetensors", "texts.jsonl"]
+    student = refused(["bridge", "measure", "demo", *few, "--bridges", out, "--depth", "distilled student=s"])
+    assert "--depth must be without a student" in student
     lacking = refused(["bridge", "measure", "demo", *few, "--bridges", out, "--depth", "d3 alpha=0.9 start=0.5"])
     assert re.search("--bridges must be a file with the windows 8:10, ", lacking), lacking
 

@@ -87,7 +87,7 @@ def test_calibrate_task_beyond_the_model_exits_4_early(tmp_path: Path) -> None:
     assert "Full depth itself knows too little of this task" in result.stdout
     assert "right on 0 of 3 problems" in result.stdout
     plan, chance = result.stderr.splitlines()[:2]
-    assert plan == "1 setting, at most 165 answers: 56 problems to search, 23 others to certify."
+    assert plan == "1 setting, at most 158 answers: 56 problems to search, 23 others to certify."
     assert chance.startswith("How likely a setting without any loss is certified at a tolerance of 16 points")
     assert not list(tmp_path.iterdir())
 
@@ -185,3 +185,9 @@ def test_a_student_is_certified_and_written_beside_its_setting(tmp_path: Path) -
     content = (out.parent / STUDENT_FILE).read_bytes()
     assert content == (tmp_path / "own.safetensors").read_bytes()
     assert written["student"]["sha256"] == sha256(content).hexdigest()
+    assert written["evidence"]["activations"] == "float32"
+    assert written["evidence"]["kv_cache_dtype"] == written["evidence"]["dtype"] == "float32"
+    (out.parent / STUDENT_FILE).write_bytes(b"hours of training")
+    said = refused(["calibrate", "demo", *FEW, "--check", policy, "--out", str(out)])
+    assert f"--out must be such that no other {STUDENT_FILE} lies beside it" in said
+    assert (out.parent / STUDENT_FILE).read_bytes() == b"hours of training"

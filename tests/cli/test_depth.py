@@ -12,9 +12,10 @@ import torch
 from invoking import invoke, report_of, succeed
 from tiny_models import TinyLlama
 
-from d3engine import Distilled, Engine, FixedSkip, FullDepth, SamplingParams, Width
+from d3engine import D3, Distilled, Engine, FixedSkip, FullDepth, SamplingParams, Width
 from d3engine.depth import DepthPolicy
 from d3engine.engine.model_directory import model_directory
+from d3engine.model.bridges import Bridge
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import NEURONS, Student, read_student, write_student
@@ -98,6 +99,17 @@ def test_a_pass_takes_the_tokens_that_the_engine_decodes(model: TinyLlama, run: 
             full = run.at_full_depth(text.prompt_ids, text.token_ids, {0})
             logits = run.logits(run.run(full, schedule, layers=layers))
             assert logits.argmax(-1).tolist() == text.token_ids[1:], policy
+
+
+def test_saved_layers_count_the_bridges_that_are_crossed(run: AnswerPass) -> None:
+    """As a window grows one bridge takes the place of another: a token crosses one, and not all of them."""
+    schedule = D3(0.9, 0.5).schedule(LAYERS)
+    windows = schedule.windows()
+    bridges = {(a, b): Bridge(a, b, torch.zeros(32, 32), torch.zeros(32)) for a, b in windows}
+    assert len(windows) == 3
+    bare, bridged = (Judgeable("", schedule, bridges=one).saved(run.config, 9) for one in (None, bridges))
+    crossing = sum(int(schedule.depth_at(step) < LAYERS) for step in range(1, 10)) / 9
+    assert bare - bridged == pytest.approx(crossing * (32 * 32 + 32) / run.config.layer_parameters)
 
 
 def test_agreement_by_position_is_the_mean_of_those_steps() -> None:
@@ -368,6 +380,16 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
     other.write_text("\n".join([json.dumps({**json.loads(first), "fingerprint": "x"}), *rest]) + "\n")
     result = invoke(["depth", "measure", "demo", "--answers", str(other), "--windows", "3"])
     assert "written for these weights" in result.stderr
+
+
+def test_answers_cut_off_in_their_first_line_begin_anew(tmp_path: Path) -> None:
+    """A run that was ended before it wrote a whole line goes on as one that had not begun."""
+    path = tmp_path / "own.jsonl"
+    for content in ("", '{"fingerprint": "sha'):
+        path.write_text(content)
+        words = ["depth", "answers", "demo", "--out", str(path), "--texts", "1", "--held-out-texts", "1"]
+        assert report_of([*words, "--kinds", "arithmetic", "--max-tokens", "4"])["texts"] == 2
+        assert len(read_corpus(path, fingerprint(model_directory("demo")))) == 2
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) -> None:

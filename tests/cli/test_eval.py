@@ -1,6 +1,7 @@
 """`d3engine eval` on a few problems: the same figures for people and for machines, and paired with full depth."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from watching import watch
 
 from d3engine.cli import eval as command
 from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import D3EngineError, install_command
 from d3engine.research.evaluation.accuracy import wilson_interval
 
@@ -248,6 +250,38 @@ def test_a_run_goes_on_from_the_answers_of_one_that_was_ended(tmp_path: Path, mo
     }
     scores("--limit", "3", "--answers", str(kept), "--bad-words", "Adding")
     assert asked == [1, 2, 3], "another way of sampling is another answer; the first question is asked beforehand"
+
+
+def test_kept_answers_are_of_the_same_engine_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another KV cache gives other answers, and a longer context ends them elsewhere."""
+    asked = watch(monkeypatch, Engine, "generate", lambda engine, prompts, *_, **__: len(prompts))
+    run = ("--depth", "full", "--limit", "2", "--max-tokens", "60", "--answers", str(tmp_path / "kept.jsonl"))
+
+    def tokens(*more: str) -> tuple[int, list[int]]:
+        asked.clear()
+        (score,) = scores_of(*run, *more)["scores"]
+        return score["tokens"], list(asked)
+
+    short, first = tokens("--max-model-len", "45")
+    whole, again = tokens()
+    assert (first, again) == ([1, 1], [1, 1]), "the first question is asked beforehand"
+    assert short < whole == tokens()[0]
+    assert asked == []
+    assert tokens("--kv-cache-dtype", "fp8")[1] == [1, 1]
+
+
+def test_eval_of_a_named_depth_reads_no_stale_d3_json(tmp_path: Path) -> None:
+    """A setting of other weights refuses `auto` alone, as its message says."""
+    model = tmp_path / "model"
+    shutil.copytree(model_directory("demo"), model)
+    content = json.loads((model / "d3.json").read_text())
+    (model / "d3.json").write_text(json.dumps({**content, "fingerprint": "sha256:0"}))
+    run = ["eval", str(model), "--limit", "1", "--max-tokens", "4", "--device", "cpu"]
+    assert report_of([*run, "--depth", "full"])["benchmarks"][0]["problems"] == 1
+    assert "or name a depth" in refused([*run, "--depth", "full", "--depth", "auto"])
+    out = tmp_path / "own.jsonl"
+    words = ["depth", "answers", str(model), "--out", str(out), "--kinds", "arithmetic", "--texts", "1"]
+    assert report_of([*words, "--held-out-texts", "1", "--max-tokens", "4"])["texts"] == 2
 
 
 def test_eval_answers_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:

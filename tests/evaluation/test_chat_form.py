@@ -24,6 +24,9 @@ from d3engine.research.evaluation.report import told_answer
         ("First 3 pens.\n#### 72", 72),
         ("It is -4.", -4),
         ("a \\boxed{12 that is never closed", 12),
+        ("\\boxed{70{,}000}", 70000),
+        ("\\boxed{1,\\!234{,}500.5}", Decimal("1234500.5")),
+        ("He has 1\\,200 pens.", 1200),
         ("no number", None),
         ("\\boxed{none}", None),
     ],
@@ -36,11 +39,21 @@ def test_braces_inside_a_box_are_matched() -> None:
     assert last_box("so \\boxed{\\text{(A)}} it is") == "\\text{(A)}"
 
 
-@pytest.mark.parametrize("answer", ["\\boxed{(B)}", "\\boxed{\\text{B}}", "I think.\n(B)", "**(B)**", "\\boxed{B}."])
+@pytest.mark.parametrize(
+    "answer", ["\\boxed{(B)}", "\\boxed{\\text{B}}", "I think.\n(B)", "**(B)**", "\\boxed{B}.", "B)"]
+)
 def test_a_choice_is_right_however_it_is_wrapped(answer: str) -> None:
     question = ChatQuestion((("user", "x"),), BBHQuestion("x", "(B)"), "some")
     assert question.is_right(answer)
     assert not question.is_right(answer.replace("B", "C"))
+
+
+@pytest.mark.parametrize("answer", ["\\boxed{]}", "\\boxed{( ] )}", "\\boxed{(]}"])
+def test_bracket_of_the_answer_itself_counts(answer: str) -> None:
+    """A bracket that is part of the answer is no wrapping: "]" is not "] )"."""
+    question = ChatQuestion((("user", "x"),), BBHQuestion("x", "] )"), "dyck_languages")
+    assert question.is_right("\\boxed{] )}")
+    assert not question.is_right(answer)
 
 
 @pytest.fixture

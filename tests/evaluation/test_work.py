@@ -9,7 +9,17 @@ import pytest
 from fixture_types import MakeLlama
 from tiny_models import TinyLlama
 
-from d3engine.depth import D3, DepthPolicy, EarlyExit, FullDepth, LayerTable, Lossless, SelfSpeculative, Speculative
+from d3engine.depth import (
+    D3,
+    DepthPolicy,
+    EarlyExit,
+    FullDepth,
+    LayerTable,
+    Lossless,
+    PromptLookup,
+    SelfSpeculative,
+    Speculative,
+)
 from d3engine.depth.statistics import LLAMA2_7B, flops_ratio
 from d3engine.engine.engine import Engine
 from d3engine.request.params import SamplingParams
@@ -102,6 +112,19 @@ def test_of_a_second_model_that_drafts_nothing_is_counted(llama: TinyLlama) -> N
     policy = Speculative(str(llama.directory), 3)
     work, seen = run(new_engine(llama, policy), policy)
     assert (work.layers, work.heads) == (seen["layer"], seen["logits"])
+
+
+def test_lookups_draft_without_the_lm_head(engine: Watched) -> None:
+    """A drafted token that was looked up takes a row of its verification alone."""
+    model, seen = engine
+    policy = PromptLookup(4)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, depth=policy)
+    prompt = [5, 6, 7] * 6
+    seen.clear()
+    (output,) = model.generate([prompt], params, use_tqdm=False)
+    assert output.metrics.num_drafted_tokens > 0
+    work = work_of(output, policy, LAYERS)
+    assert (work.layers, work.heads) == (seen["layer"] - LAYERS * (len(prompt) - 1), seen["logits"])
 
 
 def test_the_policies_tried_do_different_work(engine: Watched) -> None:

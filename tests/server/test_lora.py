@@ -72,6 +72,9 @@ def test_an_adapter_is_an_id_of_the_model(http: httpx.Client, own: Engine) -> No
     assert (cards["first"]["parent"], cards["first"]["root"]) == ("demo", "demo")
     assert http.get("/v1/models/first").json() == cards["first"]
     assert [card["d3ext"]["certified"] for card in cards.values()] == [True, False]
+    for name, card in cards.items():
+        answer = http.post("/v1/completions", json={**BODY, "model": name, "return_depths": True}).json()
+        assert answer["d3ext"]["certified"] == card["d3ext"]["certified"]
     assert text_of(http, "first") == expected(own, "first") != expected(own, None) == text_of(http, "demo")
 
 

@@ -74,7 +74,7 @@ def read_prompts(path: Path, limit: int) -> list[str]:
     allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
     try:
         text = read_text(path)
-        lines = [line for line in text.split("\n") if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]  # a prompt may have other line separators
         prompts = as_json(text, path) if path.suffix == ".json" else lines
     except UnreadableFileError as error:
         raise InvalidValueError("--prompts", str(path), f"{allowed} ({error})") from error

@@ -46,12 +46,14 @@ class Observer:
 
         Row r holds the token at position r; the row at `prompt_length - 1` yields generated token 0, the next token 1
         and so on, each at its own depth if a schedule is given. Raises `InvalidValueError` for a schedule whose layers
-        wake up again.
+        wake up again, or that runs other weights than the model's own.
         """
         require_integer("prompt_length", prompt_length, 1, len(token_ids))
         require(schedule is None or schedule.is_nested, "schedule", schedule, "one whose skipped layers stay skipped")
         has_bridges = schedule is not None and schedule.bridges is not None
         require(not has_bridges, "bridges", schedule and schedule.bridges, "absent, since skipped layers are observed")
+        students = [] if schedule is None else [level.student for level in schedule.students]
+        require(not students, "student", ", ".join(students), "absent, since the model's own layers are observed")
         hidden = self.embedded(token_ids)
         rotations = rotations_of(self.config, hidden.shape[0], prompt_length, self.device)
         for layer in range(self.config.num_layers):

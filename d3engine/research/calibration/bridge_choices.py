@@ -12,19 +12,24 @@ from typing import Any, cast
 from d3engine.depth import DepthPolicy
 from d3engine.depth.policy import BRIDGES
 from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.engine.depth import STUDENT_BYTES
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
-from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, read_bridges, write_bridges
-from d3engine.utils.files import UnreadableFileError, beside, read_bytes, write_whole
+from d3engine.model.bridges import BRIDGES_FILE, Bridges, Window, most_bytes, read_bridges, write_bridges
+from d3engine.utils.files import UnreadableFileError, beside, read_bytes, sha256_of, write_whole
 
 
 @dataclass(frozen=True)
 class BridgeChoice:
-    """Bridges that settings may cross by. `share` is what crossing one window costs, of a full map; the largest."""
+    """Bridges that settings may cross by. `share` is what crossing one window costs, of a full map; the largest.
+
+    `made_of` says of a file that was cut which one it is from, and to which rank.
+    """
 
     name: str
     path: Path
     windows: frozenset[Window]
     share: float
+    made_of: str = ""
 
     def policy(self, setting: DepthPolicy) -> DepthPolicy:
         """The setting with this very file, as an engine runs it."""
@@ -48,7 +53,9 @@ def bridge_choices(
         for rank in sorted(set(ranks)):
             _check_rank(rank, bridges, file)
             path = cut_to / f"{number}-{rank}.safetensors"
-            found[f"{file} at rank {rank}"] = _choice(f"{file} at rank {rank}", path, _cut(bridges, rank, path))
+            choice = _choice(f"{file} at rank {rank}", path, _cut(bridges, rank, path))
+            digest = sha256_of(lies_at, most_bytes(bridges.num_layers, bridges.hidden_size))
+            found[choice.name] = replace(choice, made_of=f"{digest} at rank {rank}")
     return found
 
 
@@ -76,6 +83,14 @@ def check_target(choices: Mapping[str, BridgeChoice], target: Path) -> None:
     """Refuse to write over bridges that are not the only ones that could be chosen."""
     lies_there = target.exists() and any(not target.samefile(choice.path) for choice in choices.values())
     allowed = f"such that no {target.name} lies beside it, since the bridges that are chosen are written there"
+    require(not lies_there, "--out", str(target.parent), allowed)
+
+
+def check_student_target(source: Path, target: Path) -> None:
+    """Refuse to write over another student than the one of the setting."""
+    both = source.is_file() and target.exists()  # what is missing is reported where it is loaded
+    lies_there = both and sha256_of(source, STUDENT_BYTES) != sha256_of(target, STUDENT_BYTES)
+    allowed = f"such that no other {target.name} lies beside it, since that of the setting is written there"
     require(not lies_there, "--out", str(target.parent), allowed)
 
 

@@ -49,8 +49,7 @@ def read_corpus(path: Path, fingerprint: str) -> list[OwnAnswer]:
 
     Raises `D3EngineError` for a file that holds anything else.
     """
-    content = read_text(path, CORPUS_BYTES)
-    lines = content[: content.rfind("\n") + 1].splitlines()
+    lines = _whole_lines(path)
     try:
         head = as_json(lines[0], path) if lines else {}
         is_ours = head["fingerprint"] == fingerprint
@@ -59,6 +58,12 @@ def read_corpus(path: Path, fingerprint: str) -> list[OwnAnswer]:
         raise D3EngineError(f"{path} is no file of d3engine depth answers: {error!r}") from error
     require(is_ours, "--answers", str(path), "written for these weights, not for others (d3engine depth answers)")
     return [one for one in found if one.positions >= 1]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Those of a file, without a last one that was cut off."""
+    content = read_text(path, CORPUS_BYTES)
+    return content[: content.rfind("\n") + 1].splitlines()
 
 
 def read_parts(path: Path, fingerprint: str) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
@@ -150,7 +155,7 @@ def add_answers(
     from d3engine.research.evaluation.baselines import open_bridges
 
     known: dict[str, OwnAnswer] = {}
-    if is_there(path):
+    if is_there(path) and _whole_lines(path):
         known = {one.key: one for one in read_corpus(path, fingerprint)}
     else:
         append_lines(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])

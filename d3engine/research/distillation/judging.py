@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from d3engine.model.students import STUDENT_FILE, read_student
 from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_over
 from d3engine.research.analysis.report import Table, counted
+from d3engine.research.bridges.passage import crossings_of
 from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.passes import AnswerPass, Layers, layers_of
 from d3engine.research.evaluation.accuracy import shape_of
@@ -60,8 +61,11 @@ class Judgeable:
         for (begin, layers), (end, _) in pairwise(levels):
             during = max(0, min(end, steps + 1) - begin) / steps
             narrower += during * sum(whole - _size(layer) for layer in layers.values()) / whole
-        bridged = sum(bridge.num_parameters for bridge in (self.bridges or {}).values()) / whole
-        return float(runs + narrower - bridged)
+        bridged = 0.0
+        if self.bridges is not None:
+            crossed = chain.from_iterable(crossings_of(self.schedule, 1, steps + 1).values())
+            bridged = sum((rows.stop - rows.start) * self.bridges[window].num_parameters for rows, window in crossed)
+        return float(runs + narrower - bridged / whole / steps)
 
 
 def _size(layer: LayerWeights) -> int:

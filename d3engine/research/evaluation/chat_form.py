@@ -28,6 +28,12 @@ MAX_TOKENS = 512
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ])(?=\d{3})")
+"""Between thousands in LaTeX: 1{,}000, 1\\,000 and 1,\\!000."""
+
+_CHOICE = re.compile(r"\((.*)\)|\(?([A-Z])\)?")
+"""An answer in brackets, or the letter of one of several with half of them."""
+
 _BOX = re.compile(r"\\boxed\s*\{")
 _SUMS = re.compile(r"<<[^>]*>>")
 
@@ -106,7 +112,7 @@ def last_box(text: str) -> str | None:
 def last_number(text: str) -> Decimal | None:
     """The number in the last box, or else the last of the text; None without one."""
     box = last_box(text)
-    found = _NUMBER.findall(text if box is None else box)
+    found = _NUMBER.findall(_SEPARATOR.sub(",", text if box is None else box))
     return as_number(found[-1]) if found else None
 
 
@@ -121,7 +127,9 @@ def as_number(text: str) -> Decimal | None:
 def _plain(answer: str) -> str:
     """An answer without what models put around it."""
     bare = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^}]*)\}", r"\1", answer)
-    return bare.strip().strip("*.").strip().removeprefix("(").removesuffix(")").strip()
+    bare = bare.strip().strip("*.").strip()
+    choice = _CHOICE.fullmatch(bare)  # one bracket alone may be the answer's own, as of dyck_languages
+    return bare if choice is None else (choice[1] or choice[2] or "").strip()
 
 
 def prompt_of(engine: Engine, question: Question) -> Prompt:

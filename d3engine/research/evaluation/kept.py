@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import named_bridges, named_students
+from d3engine.depth.policy import BRIDGES, named_bridges, named_students
 from d3engine.errors import D3EngineError
 from d3engine.request.params import SamplingParams
 from d3engine.research.evaluation.work import Work
@@ -44,15 +45,26 @@ class KeptAnswers:
     """The answers in a file, which grows by those that are kept; `about` names the weights and dtypes they come from.
 
     `bridges` has the hash of each file of bridges that policies name: another file of that name has other answers.
+    `made_of` says what those were made of that each run makes anew, under another name. An answer that `max_model_len`
+    would end elsewhere is not found.
 
     Raises `UnreadableFileError` for a file that cannot be read and `D3EngineError` for one that holds anything else. A
     last line that was not written to its end is dropped.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, str], bridges: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        about: Mapping[str, str],
+        bridges: Mapping[str, str] | None = None,
+        made_of: Mapping[str, str] | None = None,
+        max_model_len: int = sys.maxsize,
+    ) -> None:
         self._path = path
         self._about = dict(about)
         self._bridges = dict(bridges or {})
+        self._made_of = dict(made_of or {})
+        self._max_model_len = max_model_len
         self._answers: dict[str, Answer] = {}
         content = read_bytes(path, DATA_BYTES) if is_there(path) else b""
         whole = content[: content.rfind(b"\n") + 1]
@@ -73,7 +85,13 @@ class KeptAnswers:
 
     def find(self, prompt: Prompt, params: SamplingParams) -> Answer | None:
         """The answer to a prompt under the policy and the sampling of `params`, if it is there."""
-        return self._answers.get(self._key(prompt, params))
+        answer = self._answers.get(self._key(prompt, params))
+        if answer is None:
+            return None
+        assert params.max_tokens is not None
+        room = min(params.max_tokens, self._max_model_len - answer.prompt_tokens)
+        ends_alike = answer.work.tokens == room if answer.cut_off else answer.work.tokens <= room
+        return answer if ends_alike else None
 
     def keep(self, prompts: Sequence[Prompt], params: SamplingParams, answers: Sequence[Answer]) -> None:
         """Write answers to the end of the file at once; raises `D3EngineError` where that cannot be done."""
@@ -89,6 +107,9 @@ class KeptAnswers:
         policy = params.depth
         assert policy is not None
         names = [*sorted(named_bridges(policy)), *(f"student {name}" for name in sorted(named_students(policy)))]
-        hashes = [self._bridges[name] for name in names]
-        said = [self._about, policy.describe(), repr(replace(params, depth=None)), prompt, *hashes]
+        hashes = [self._bridges[name] for name in names if name not in self._made_of]
+        described = policy.describe()
+        if (name := described.get(BRIDGES)) in self._made_of:
+            described[BRIDGES] = self._made_of[name]
+        said = [self._about, described, repr(replace(params, depth=None)), prompt, *hashes]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

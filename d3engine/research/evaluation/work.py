@@ -44,14 +44,15 @@ class Work:
 def work_of(output: RequestOutput, policy: DepthPolicy, num_layers: int) -> Work:
     """What the finished answer of a request (n=1) under this policy has cost in a model of `num_layers` layers.
 
-    A verification of d drafted tokens puts d + 1 rows through the LM head, after one for each drafted token. Of a
-    second model that drafts nothing is counted.
+    A verification of d drafted tokens puts d + 1 rows through the LM head, after one for each token that layers of the
+    model have drafted; lookups take none. Of a second model that drafts nothing is counted.
     """
     depths, metrics = output.outputs[0].depths, output.metrics
     tokens, layers = len(depths), sum(depths)
     if policy.drafts:
         heads = tokens + metrics.num_drafted_tokens - metrics.num_accepted_tokens + metrics.num_discarded_tokens
-        heads += 0 if has_second_model(policy, num_layers) else metrics.num_drafted_tokens
+        drafting = policy.draft_rule(num_layers)
+        heads += 0 if drafting is None or drafting.is_by_text else metrics.num_drafted_tokens
         return Work(tokens, layers + metrics.num_discarded_layers, heads)
     rule = policy.exit_rule(num_layers)
     heads = tokens if rule is None else sum(_heads(rule, depth, num_layers) for depth in depths[1:]) + len(depths[:1])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from d3engine.depth import DepthPolicy
+from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.depth.labels import policy_in_words
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.outputs import Logprob, RequestOutput
@@ -153,10 +153,12 @@ class DepthCount:
     def summary(self) -> answers.DepthSummary:
         num_layers = self._job.served.client.config.num_layers
         tokens = sum(self._tokens.values())
+        # As /v1/models has it: what was measured is the model without adapters.
+        is_measured = self._job.prepared[0].adapter is None or isinstance(self._job.policy, FullDepth)
         saved = [self._blocks_saved(self._job.prepared[number], length) for (number, _), length in self._tokens.items()]
         return {
             "policy": self._job.policy.describe(),
-            "certified": self._job.served.certification.covers(self._job.policy),
+            "certified": is_measured and self._job.served.certification.covers(self._job.policy),
             "num_layers": num_layers,
             "mean_layers": self._layers / tokens if tokens else None,
             "layers_run": self._layers,
