@@ -12,6 +12,7 @@ from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
+from d3engine.engine.executors import executor_for
 from d3engine.errors import EngineDeadError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import LEAST_FREE, CaptureMemoryError, CudaGraphs, GraphShape, Repeats, Step
@@ -147,6 +148,12 @@ def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
     graphs.forget(first)
     assert graphs.memory_bytes() == 110 + 4 * MIB
     assert graphs.bytes_for(3) == 12 * MIB
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("auto", "graphs"), ("triton", "graphs"), ("torch", "eager")])
+def test_no_graph_is_captured_of_plain_pytorch(backend: str, kind: str) -> None:
+    """Its operations wait for numbers of the device, which a capture does not allow."""
+    assert executor_for(torch.device("cuda"), torch.bfloat16, False, backend) == kind
 
 
 # -- the executor's part ---------------------------------------------------------------------------------------------
