@@ -145,8 +145,8 @@ def test_default_length_leaves_room_for_a_draft_model(
     """On a GPU its weights and its cache lie beside those of its target: a length without them would be refused."""
     here = settings_of({"max_position_embeddings": 131_072}, max_num_seqs=1)
     assert resolve._drafting(here) is None
-    assert resolve._drafting(replace(here, depth=Speculative(tmp_path / "none"))) is None
-    draft = resolve._drafting(replace(here, depth=Speculative(tmp_path)))
+    assert resolve._drafting(replace(here, depth=Speculative(str(tmp_path / "none")))) is None
+    draft = resolve._drafting(replace(here, depth=Speculative(str(tmp_path))))
     assert draft is not None
     assert draft.config == here.config
     one = replace(here, device=torch.device("cuda"), config=replace(here.config, num_layers=1000, num_kv_heads=4))
