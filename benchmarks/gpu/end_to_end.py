@@ -47,7 +47,7 @@ GATE = 1.05
 LEAST_REALISATION = 0.95
 TIE = 0.15
 """A token may be so far below the largest logit of plain PyTorch at half precision; logits deviate by 1.3 here."""
-CHECKED_TOKENS = 24
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 24
 LEAST_S = 5.0
 
 
@@ -156,17 +156,20 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
     """Add one model's card to `report["models"]`, its settings in turn until the time is up."""
     found = model.card() | {"mode": current.mode, "settings": []}
     report["models"].append(found)
+    is_checked = model.kv_cache_dtype == "auto"
+    sizes = [*settings, _checked(current)] if is_checked else settings
     engine = new_engine(
         model,
         current,
-        max_num_seqs=max(setting.batch for setting in settings),
-        max_model_len=max(setting.context + setting.tokens for setting in settings) + 16,
-        kv_tokens=max(setting.batch * (setting.context + setting.tokens + 16) for setting in settings),
+        max_num_seqs=max(setting.batch for setting in sizes),
+        max_model_len=max(setting.context + setting.tokens for setting in sizes) + 16,
+        kv_tokens=max(setting.batch * (setting.context + setting.tokens + 16) for setting in sizes),
         # All prompts in one step, so that the rows of a batch stay in step with each other.
-        max_num_batched_tokens=max(setting.batch * setting.context for setting in settings) + 16,
+        max_num_batched_tokens=max(setting.batch * setting.context for setting in sizes) + 16,
     )
     try:
-        if model.kv_cache_dtype == "auto":
+        current.keep(report)  # compiling has taken its time
+        if is_checked:
             found["check"] = check(engine, model, current)
             current.keep(report)
         for setting in settings:
@@ -184,18 +187,23 @@ def measure_model(report: dict[str, Any], model: Model, settings: Sequence[Setti
             torch.cuda.empty_cache()
 
 
+def _checked(current: Round) -> Setting:
+    """The prompts and tokens of `check`."""
+    return Setting(CHECKED_PROMPTS, 400 if current.on_gpu else 12, tokens=CHECKED_TOKENS)
+
+
 def check(engine: Engine, model: Model, current: Round) -> dict[str, Any]:
     """Run what the engine answered through plain PyTorch at once: how far each token is below the largest logit.
 
     Of quantized weights it gets what they stand for.
     """
-    length = 400 if current.on_gpu else 12
+    length = _checked(current).context
     outputs = engine.generate(
-        prompts_for(model.config, 2, length), params_for(FullDepth(), CHECKED_TOKENS), use_tqdm=False
+        prompts_for(model.config, CHECKED_PROMPTS, length), params_for(FullDepth(), CHECKED_TOKENS), use_tqdm=False
     )
     rows = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids for output in outputs])
     rows = rows.to(current.device)
-    plain = PlainLlama(model.config, dequantized(model.weights), batch=2, length=rows.shape[1])
+    plain = PlainLlama(model.config, dequantized(model.weights), batch=CHECKED_PROMPTS, length=rows.shape[1])
     with torch.no_grad():
         logits = plain.logits(rows[:, :-1], torch.arange(rows.shape[1] - 1, device=current.device))
     logits = logits[:, length - 1 :].float()

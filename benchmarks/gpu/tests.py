@@ -36,17 +36,23 @@ def pytest_arguments(on_gpu: bool) -> list[str]:
     return ["-m", "pytest", *targets, *usual, *own]
 
 
+def checkout_environment() -> dict[str, str]:
+    """This process's variables, and PYTHONPATH with the checkout: nothing is installed, and `-P` searches no folder."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def run(report: dict[str, Any], current: Round) -> None:
     """Run the tests and record counts and the end of the output; a failed test fails this part."""
     command = python_command(*pytest_arguments(current.on_gpu))
-    environment = dict(os.environ)
+    variables = checkout_environment()
     if current.on_gpu:
-        environment.pop("TRITON_INTERPRET", None)
+        variables.pop("TRITON_INTERPRET", None)
     timeout = max(10.0, min(TIMEOUT_S, current.left() - 3.0))
     report.update(command=["python", *command[1:]], timeout_s=timeout, timed_out=False)
     start = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=timeout)

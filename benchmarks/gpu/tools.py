@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shutil
 import subprocess
 from typing import Any
 
 from benchmarks.gpu.common import LEAST_S, Round
-from benchmarks.gpu.tests import ROOT, TAIL_CHARACTERS
+from benchmarks.gpu.tests import ROOT, TAIL_CHARACTERS, checkout_environment
 from d3engine.utils.children import python_command
 
 CHECKS = ("memcheck", "racecheck", "initcheck")
@@ -83,7 +82,7 @@ def _under(tool: list[str], what: str, current: Round, variables: dict[str, str]
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=os.environ | variables,
+            env=checkout_environment() | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

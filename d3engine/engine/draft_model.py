@@ -67,7 +67,7 @@ def load_head(given: str, settings: EngineSettings) -> Eagle3Head | None:
     """
     if not holds_eagle3(given):
         return None
-    allowed = 'a whole model, or an EAGLE-3 head beside backend="torch" (and enforce_eager=True on a GPU)'
+    allowed = 'a whole model, or an EAGLE-3 head beside backend="torch"'
     require(settings.executor == "eager" and settings.tensor_parallel_size == 1, "draft_model", given, allowed)
     alone = "None with an EAGLE-3 head, which reads the hidden states of whole prompts"
     require(settings.prefix_cache_file is None, "prefix_cache_file", str(settings.prefix_cache_file), alone)

@@ -119,7 +119,7 @@ def executor_for(device: torch.device, dtype: torch.dtype, enforce_eager: bool, 
     if enforce_eager:
         return "eager"
     if device.type == "cuda":
-        return "graphs"
+        return "eager" if backend == "torch" else "graphs"  # plain PyTorch asks the device for numbers: no graph can
     if backend not in ("auto", "native") or dtype != torch.float32:
         return "eager"
     missing = _what_is_missing()

@@ -75,16 +75,20 @@ def check_memory(settings: EngineSettings) -> None:
     check_length(settings, sequence_bytes=blocks * settings.block_bytes)
 
 
-def fitting_length(settings: EngineSettings, part: Part) -> int:
+def fitting_length(settings: EngineSettings, part: Part, draft: EngineSettings | None = None) -> int:
     """Tokens of one sequence that the memory of a rank, which `settings` are of, has room for beside its weights.
 
-    Never so few that a model is of no use: whether its weights fit is another question.
+    On a GPU also beside the weights and the cache of a model that drafts, of which `draft` are. Never so few that a
+    model is of no use: whether its weights fit is another question.
     """
     one = replace(settings, max_model_len=settings.block_size)  # what a block's tokens take, at every layer
     config, given = settings.config, settings.kv_cache_memory_bytes
     cached = one.sequence_blocks * one.block_bytes if given is None else 0
     is_cpu, there = settings.device.type == "cpu", machine_bytes()
     weights = _packed_bytes(settings) or weight_bytes(config, part, settings.weight_dtype)
+    if draft is not None and cached:
+        weights += _packed_bytes(draft) or weight_bytes(draft.config, shard_of(draft.config, 0, 1), draft.weight_dtype)
+        cached += draft.config.num_layers * draft.block_bytes
     rooms = []
     if there is not None:
         beside = weights + (given or 0) if is_cpu else 0

@@ -30,7 +30,7 @@ from d3engine.engine.model_directory import holds_eagle3, model_directory, resol
 from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
 from d3engine.engine.settings import EngineSettings, ExecutorKind
-from d3engine.errors import NOTHING, InvalidValueError, require
+from d3engine.errors import NOTHING, D3EngineError, InvalidValueError, require
 from d3engine.kernels.blocks import INTEGER_TYPES
 from d3engine.kernels.kv_pool import FP8_CAPABILITY
 from d3engine.kernels.native.library import adds_bfloat16_pairs, reads_interleaved_blocks
@@ -332,11 +332,24 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         check_fp8_rows(settings, is_random=given.weights is not None)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
     if given.max_model_len is None:
-        fits = fitting_length(of_rank, part or shard_of(config, 0, 1))
+        draft = _drafting(settings) if there.type == "cuda" else None
+        fits = fitting_length(of_rank, part or shard_of(config, 0, 1), draft)
         settings, of_rank = (replace(one, max_model_len=min(fits, one.max_model_len)) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
     return settings
+
+
+def _drafting(settings: EngineSettings) -> EngineSettings | None:
+    """The settings of the model that drafts; None where none does, or where loading will refuse its files."""
+    rule = settings.depth.draft_rule(settings.config.num_layers)
+    if rule is None or rule.model is None:
+        return None
+    try:
+        directory = model_directory(rule.model)
+        return replace(settings, directory=directory, config=ModelConfig.from_directory(directory))
+    except D3EngineError:
+        return None
 
 
 def _tell_length(settings: EngineSettings) -> None:

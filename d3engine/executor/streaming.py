@@ -39,7 +39,7 @@ class HostTokens:
         if not self._is_pinned:
             return lambda: None  # without a device a step is done when its launch returns
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device.device))  # the current device may be another
         return event.synchronize
 
     def of_step(self, taken: int, count: int) -> Chosen:

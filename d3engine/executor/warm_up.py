@@ -26,7 +26,7 @@ def warm_up(executor: Executor, config: SchedulerConfig, *, block_size: int) -> 
     """Run a prompt of each class of rows, and capture the expected graphs of most layers.
 
     Graphs of fewer layers need no further kernel: they are captured while the engine waits. The pool's entries are
-    overwritten, so this comes before the first of them is kept.
+    overwritten, so this comes before the first of them is kept. Prompts that the pool cannot hold are left out.
     """
     begun = time.perf_counter()
     for one in executors_of(executor):
@@ -43,8 +43,9 @@ def _warm_up_one(executor: Executor, config: SchedulerConfig, block_size: int) -
     with tqdm(desc="Compiling", total=len(rows) + graphs, disable=hides_bars(), ncols=bar_columns()) as bar:
         for count in rows:
             alone = replace(config, max_num_seqs=1, max_num_batched_tokens=count)
-            plan, _ = largest_plan(alone, model.num_layers, block_size)
-            draw(executor.run(plan), plan, alone)
+            plan, num_blocks = largest_plan(alone, model.num_layers, block_size)
+            if num_blocks < executor.pool.shape[0]:  # a smaller cache never has so long a step
+                draw(executor.run(plan), plan, alone)
             bar.update()
         executor.stats.eager_steps = steps_before  # of requests alone
         for _ in range(graphs):

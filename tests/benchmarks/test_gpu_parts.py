@@ -13,12 +13,20 @@ from round_clock import HERE, ROOT, set_clock
 
 from benchmarks.gpu import arrivals, end_to_end, kernels, models
 from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
+from benchmarks.gpu.common import Round
 from benchmarks.systems import prompts_for
 from d3engine.depth import D3
 from d3engine.kernels import reference
 from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 
 ON_GPU = replace(HERE, device=torch.device("cuda"))
+
+
+class SizesOfGpu(Round):
+    """A round on the CPU with what a GPU runs."""
+
+    on_gpu = True
+    dtype = torch.float32
 
 
 def test_every_operation_of_the_package_has_a_case() -> None:
@@ -134,6 +142,18 @@ def test_rows_that_ran_other_layers_are_not_timed(monkeypatch: pytest.MonkeyPatc
 def test_a_fixed_depth_runs_its_first_layers(depth: int) -> None:
     schedule = end_to_end.fixed_depth(depth, 32).schedule(32)
     assert schedule.depths(5).tolist() == [32] + [depth] * 4
+
+
+def test_first_light_holds_the_prompts_of_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of tokens of a GPU, which are not those of a rehearsal, on a tiny model."""
+    sizes = models.TINY | {"num_hidden_layers": 32, "max_position_embeddings": 4096}
+    monkeypatch.setattr(models, "SHAPES", {"llama2-7b": sizes})
+    set_clock(monkeypatch)
+    report: dict[str, Any] = {}
+    end_to_end.first_light(report, SizesOfGpu(HERE.device, False, HERE.budget))
+    (card,) = report["models"]
+    assert card["check"]["tokens"] == end_to_end.CHECKED_PROMPTS * end_to_end.CHECKED_TOKENS
+    assert card["settings"][0]["depths"][0]["step_s"] > 0
 
 
 def test_wrong_tokens_fail_the_part() -> None:

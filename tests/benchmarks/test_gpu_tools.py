@@ -55,6 +55,16 @@ def test_sanitizer_runs_each_check_and_findings_fail_the_part(path: Path) -> Non
         tools.sanitized(report, current())
 
 
+def test_tools_find_the_checkout_without_an_installation(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the working directory nor a package of this environment brings it."""
+    monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
+    tool(path, "ncu", 'echo "$PYTHONPATH"', "exit 1")
+    report: dict[str, Any] = {}
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        tools.profiled(report, current())
+    assert report["tail"].split() == [f"{ROOT}:/of/the/caller"]
+
+
 def test_the_profiler_s_table_becomes_a_row_a_kernel(path: Path) -> None:
     report: dict[str, Any] = {}
     (path / "table").write_text(NCU)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from configs import llama_config
 
-from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams
+from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams, Speculative
 from d3engine.engine import host as host_memory
 from d3engine.engine import memory as cache_size
+from d3engine.engine import resolve
 from d3engine.engine.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of
@@ -136,6 +137,29 @@ def test_default_length_on_a_gpu_fits_its_share_of_memory(
     assert taken[1] - taken[0] == pytest.approx(0.4 * 24 * GIB, rel=0.001)
     assert 0.8 * 23 * GIB < taken[1] < 0.9 * 23 * GIB
     assert cache_size.fitting_length(replace(one, kv_cache_memory_bytes=2**30), shard_of(one.config, 0, 1)) > found[1]
+
+
+def test_default_length_leaves_room_for_a_draft_model(
+    settings_of: Callable[..., EngineSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU its weights and its cache lie beside those of its target: a length without them would be refused."""
+    here = settings_of({"max_position_embeddings": 131_072}, max_num_seqs=1)
+    assert resolve._drafting(here) is None
+    assert resolve._drafting(replace(here, depth=Speculative(str(tmp_path / "none")))) is None
+    draft = resolve._drafting(replace(here, depth=Speculative(str(tmp_path))))
+    assert draft is not None
+    assert draft.config == here.config
+    one = replace(here, device=torch.device("cuda"), config=replace(here.config, num_layers=1000, num_kv_heads=4))
+    draft = replace(one, config=replace(one.config, num_layers=250))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * GIB, 24 * GIB))
+    part = shard_of(one.config, 0, 1)
+    alone, beside = (cache_size.fitting_length(one, part, other) for other in (None, draft))
+    loaded = sum(cache_size.weight_bytes(each.config, part, torch.float32) for each in (one, draft))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (23 * GIB - loaded, 24 * GIB))
+    given = (lambda: cache_size.GRAPH_BYTES, draft.config)
+    assert cache_size.num_blocks(replace(one, max_model_len=beside), *given) >= 1000 * beside // one.block_size
+    with pytest.raises(InvalidValueError, match="gpu_memory_utilization must be enough for one sequence"):
+        cache_size.num_blocks(replace(one, max_model_len=alone), *given)
 
 
 def test_kv_cache_larger_than_memory_is_refused_by_name(load: Callable[..., Engine]) -> None:

@@ -12,9 +12,12 @@ from fixture_types import MakeEngine
 
 from d3engine import D3, Engine, SamplingParams
 from d3engine.async_engine.engine_loop import EngineLoop, Stop
+from d3engine.engine.executors import executor_for
 from d3engine.errors import EngineDeadError
 from d3engine.executor.cuda_graph import GraphExecutor
 from d3engine.executor.graph_shapes import LEAST_FREE, CaptureMemoryError, CudaGraphs, GraphShape, Repeats, Step
+from d3engine.executor.streaming import HostTokens
+from d3engine.kernels.decode_rows import DecodeRows
 from d3engine.scheduling.sampling_mode import SamplingMode
 
 MIB = 2**20
@@ -147,6 +150,24 @@ def test_drivers_memory_of_a_graph_counts_until_dropped(cuda: FakeCuda) -> None:
     graphs.forget(first)
     assert graphs.memory_bytes() == 110 + 4 * MIB
     assert graphs.bytes_for(3) == 12 * MIB
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("auto", "graphs"), ("triton", "graphs"), ("torch", "eager")])
+def test_no_graph_is_captured_of_plain_pytorch(backend: str, kind: str) -> None:
+    """Its operations wait for numbers of the device, which a capture does not allow."""
+    assert executor_for(torch.device("cuda"), torch.bfloat16, False, backend) == kind
+
+
+def test_tokens_are_awaited_on_the_device_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another one, as beside an engine on cuda:1."""
+    recorded: list[Any] = []
+    event = SimpleNamespace(record=lambda stream=None: recorded.append(stream), synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("the stream of", device))
+    tokens = HostTokens(DecodeRows.empty(2, 1, 1, 2, 3, "cpu"))
+    tokens._is_pinned = True
+    tokens.fetch(0)
+    assert recorded == [("the stream of", torch.device("cpu"))]
 
 
 # -- the executor's part ---------------------------------------------------------------------------------------------

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CONFIG
+from batches import BLOCK, CONFIG, LAYERS, block_bytes
 from fixture_types import MakeEngine
+from stepping import see_steps
 from tiny_models import save_random
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from d3engine.executor.warm_up import warm_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +78,13 @@ def test_only_triton_on_a_gpu_warms_up(make_engine: MakeEngine) -> None:
     assert on_gpu.warms_up
     assert not replace(on_gpu, warm_up=False).warms_up
     assert not replace(on_gpu, backend="torch").warms_up
+
+
+@pytest.mark.parametrize(("blocks", "longest"), [(5, 17), (16, 33)])
+def test_warm_up_stays_within_a_small_cache(make_engine: MakeEngine, blocks: int, longest: int) -> None:
+    """Prompts that the cache cannot hold are not run: their entries would lie beyond it."""
+    engine = make_engine(kv_cache_memory_bytes=LAYERS * blocks * block_bytes(), enforce_eager=True)
+    rows: list[int] = []
+    see_steps(engine, after=lambda plan, computed: rows.append(plan.num_rows))
+    warm_up(engine.executor, engine.settings.scheduler_config, block_size=BLOCK)
+    assert max(rows) == longest
