@@ -344,8 +344,8 @@ void SpeculativeLoop::draft_by_model(int nth) {
     }
 }
 
-// Whether one more token of the draft model yields more tokens per second than time does elsewhere. The `growing` drafts
-// share the draft model's step, which takes nearly as long for one.
+// Whether one more token of the draft model yields more tokens per second than time does elsewhere. The `growing`
+// drafts share the draft model's step, which takes nearly as long for one.
 bool SpeculativeLoop::pays_to_go_on(const Row& at, int64_t growing) const {
     if (!costs_) return true;
     const double row = costs_->one_more_row(num_live_ * (at.count + 1));
