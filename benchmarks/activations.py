@@ -19,7 +19,7 @@ from d3engine import Engine
 
 @dataclass(frozen=True)
 class Settings:
-    """Which model, how many of its own answers in chats, and how many tokens of each at most."""
+    """Which model, how many answers in chats that it gave, and how many tokens of each at most."""
 
     model: str = option(help="a GGUF file with quantized matrices, or with bfloat16 activations a model of such")
     activations: str = option("int8", choices=("int8", "bfloat16"))

@@ -119,7 +119,7 @@ def test_a_message_that_has_not_begun_begins(http: httpx.Client, empty: Any) -> 
 
 
 def test_arguments_of_a_call_keep_large_numbers(tools: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of more than 64 bits, on a line of its own, reaches the client of each interface."""
+    """A number of more than 64 bits, alone on its line, reaches the client of each interface."""
     monkeypatch.setattr(ToolFormat, "arguments", lambda own, nth, schema: json.dumps(ARGUMENTS))
     call_at_once(monkeypatch, several=False)
     message = {"messages": TURNS, "max_tokens": 99, "tools": [{"name": "count", "input_schema": {}}]}
