@@ -229,7 +229,8 @@ def gguf_file(name: str) -> Iterator[str]:
 # -- speculative decoding --------------------------------------------------------------------------------------
 
 NO_DRAFTS, PEER = "none", "llama.cpp"
-DRAFTERS = {"none again": "nothing, again", "auto": "", "draft": "", "lookup": "lookups", "lookup, auto": "lookups"}
+NOTHING_AGAIN = "nothing, again"
+DRAFTERS = {"none again": NOTHING_AGAIN, "auto": "", "draft": "", "lookup": "lookups", "lookup, auto": "lookups"}
 """By system who drafts; the draft model where nothing stands."""
 
 TITLES = ("weights", "tokens", "drafts by", "tokens/s without")
@@ -257,8 +258,9 @@ def gains(runs: Sequence[Report]) -> Iterator[str]:
             if (whole := cells.get((system, temperature, batch, "all"))) is None:
                 continue
             base = PEER if system.startswith(PEER) else NO_DRAFTS
-            same[base] += whole["equal"]
-            answers[base] += whole["answers"]
+            if DRAFTERS.get(system) != NOTHING_AGAIN:
+                same[base] += whole["equal"]
+                answers[base] += whole["answers"]
             how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             how += f", {batch} at once" if batch > 1 else ""
             rate = _number(cells[base, temperature, batch, "all"]["tokens_per_second"], "")
