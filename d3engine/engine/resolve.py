@@ -297,7 +297,8 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     is_as_it_lies = (given.dtype, given.weight_dtype, given.weight_compression) == ("auto", "auto", "none")
     is_native = executor == "native"
     has_blocks = is_native and is_as_it_lies and files_of(directory).packed_bytes() is not None
-    is_bfloat16 = is_native and weight_dtype == torch.bfloat16 and given.weight_compression == "none"
+    is_bfloat16 = is_native and weight_dtype == torch.bfloat16 and config.quantization is None
+    is_bfloat16 &= given.weight_compression == "none"
     is_triton = backend == "triton" or (backend == "auto" and there.type == "cuda")
     splits_blocks = is_triton and given.weight_dtype == "auto" and given.tensor_parallel_size == 1
     resolved: dict[str, Any] = {

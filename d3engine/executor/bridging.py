@@ -18,6 +18,7 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
 from d3engine.executor.interface import ExecutorStats
+from d3engine.kernels.bfloat16_pairs import PairsWeight
 from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
@@ -134,7 +135,7 @@ class BridgeStore:
         student = self._students[name]
         gates, is_cpu = own.layers[next(iter(student.layers), 0)].gate_up, self._kind["device"].type == "cpu"
         plain = None
-        has_rows = isinstance(gates, Tensor | SplitBlockWeight)
+        has_rows = isinstance(gates, Tensor | PairsWeight | SplitBlockWeight)
         if is_cpu and not has_rows and any(NEURONS in one for one in student.layers.values()):
             # Single rows are taken from the file's own format: on a CPU the engine may hold another layout.
             plain = load_weights(self._directory, self._config, keeps_blocks=True, show_progress=False, **self._kind)

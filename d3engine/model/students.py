@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from d3engine.errors import ModelFormatError, require
+from d3engine.kernels.bfloat16_pairs import PairsWeight, in_pairs
 from d3engine.kernels.blocks import (
     ROUNDED_COLUMNS,
     BlockLanesWeight,
@@ -198,6 +199,8 @@ def narrowed(layer: LayerWeights, neurons: Tensor, like: Weight | None = None) -
     rows = torch.cat((neurons, neurons + whole.shape[0] // 2))
     if isinstance(whole, Tensor):
         return whole[rows.to(whole.device)].contiguous()
+    if isinstance(whole, PairsWeight):
+        return PairsWeight(whole.values[rows].contiguous())
     if isinstance(whole, BlockWeight | Int8Weight | SplitBlockWeight):
         return _laid_out(whole.at(rows), like)
     if isinstance(whole, StackedWeight) and all(isinstance(part, BlockWeight) for part in whole.parts):
@@ -211,7 +214,8 @@ def _like(own: Weight, values: Tensor) -> Weight:
     if isinstance(own, Tensor):
         return values.to(own.device, own.dtype).contiguous()
     if own.float_dtype is not None:  # held without loss
-        return values.to(own.tensors[0].device, own.float_dtype).contiguous()
+        held = values.to(own.tensors[0].device, own.float_dtype).contiguous()
+        return in_pairs(held) if isinstance(own, PairsWeight) else held
     there = values.float().to(own.tensors[0].device)
     parts = own.parts if isinstance(own, StackedWeight) else (own,)
     in_blocks = any(isinstance(part, BlockWeight | BlockLanesWeight) for part in parts)

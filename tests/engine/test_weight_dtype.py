@@ -17,19 +17,22 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 from watching import watch
 
-from d3engine import D3, LLM, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
+from d3engine import D3, LLM, Distilled, EarlyExit, Engine, FullDepth, LayerTable, Lossless, SamplingParams, Speculative
 from d3engine.cli.engine_options import ENGINE
 from d3engine.engine import resolve
 from d3engine.engine.device import resolve_dtype
 from d3engine.engine.resolve import kept_by_default, resolve_weight_dtype
 from d3engine.engine.settings import ExecutorKind
 from d3engine.errors import InvalidValueError
+from d3engine.executor import bridging
 from d3engine.kernels import reference
 from d3engine.kernels.bf12 import PackedWeight
 from d3engine.kernels.bfloat16_pairs import PairsWeight
 from d3engine.kernels.native.bf12 import packed
 from d3engine.kernels.quantized import Int8Weight
 from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import fingerprint
+from d3engine.model.students import NEURONS, Student, write_student
 from d3engine.model.weights import LlamaWeights, in_layout, load_weights, random_weights
 from d3engine.research.analysis.answers import open_model
 from weights_tools.quantize import quantize_model
@@ -392,6 +395,41 @@ def test_rounded_rows_answer_alone_as_in_a_batch(
     firsts = [(one.logprobs[0], other.logprobs[0]) for one, other in zip(together[::3], exact, strict=True)]
     apart = [abs(one[key].logprob - other[key].logprob) for one, other in firsts for key in one.keys() & other.keys()]
     assert 0 < max(apart) < 0.1
+
+
+@pytest.mark.usefixtures("native_library")
+def test_a_student_meets_rounded_rows_as_its_model(
+    directory: Rounded, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of which every neuron stays, with the model's own down matrix: the same bits, and no second copy is read."""
+    monkeypatch.setattr(resolve, "adds_bfloat16_pairs", lambda isa: True)
+    monkeypatch.setattr(bridging, "load_weights", lambda *given, **options: pytest.fail("the weights are read again"))
+    source, file = directory(), tmp_path / "student.safetensors"
+    weights, config = load(source, torch.bfloat16), ModelConfig.from_directory(source)
+    own = {NEURONS: torch.arange(config.intermediate_size), "down": weights.layers[1].down}
+    sizes = config.num_layers, config.hidden_size
+    write_student(Student(fingerprint(source), *sizes, (), {1: own}), file)  # type: ignore[dict-item]
+    policy = Distilled(student=str(file))
+    with Engine(source, activations="bfloat16", depth=policy, **OPTIONS) as engine:
+        full, found = answers(engine, make_prompts([9]), [FullDepth(), policy])
+        ((_, student),) = engine.executor._students.made()  # type: ignore[attr-defined]
+    held = student.model.weights.layers[1]
+    assert isinstance(held.gate_up, PairsWeight)
+    assert isinstance(held.down, PairsWeight)
+    assert (found.token_ids, found.cumulative_logprob) == (full.token_ids, full.cumulative_logprob)
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_float_head_of_a_quantized_model_stays_exact(
+    directory: Rounded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its other matrices meet float32 rows, and so does what is left of bfloat16."""
+    monkeypatch.setattr(resolve, "adds_bfloat16_pairs", lambda isa: True)
+    monkeypatch.setattr(resolve, "ROUNDED_HIDDEN_SIZE", 0)
+    quantize_model(directory("tied"), tmp_path / "out", "int8", lm_head="float", show_progress=False)
+    with Engine(tmp_path / "out", **OPTIONS) as engine:
+        assert engine.settings.activations == "float32"
+        assert not isinstance(engine.executor.model.weights.lm_head, PairsWeight)
 
 
 @pytest.mark.usefixtures("native_library")
