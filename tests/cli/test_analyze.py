@@ -12,7 +12,6 @@ from invoking import refused, report_of, succeed
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
 from d3engine.engine.model_directory import model_directory
-from d3engine.research.analysis.answers import read_prompts
 from d3engine.research.analysis.kinds import SIDES
 from d3engine.research.evaluation.procedural import different_problems
 
@@ -251,13 +250,6 @@ def test_prompts_may_be_a_json_list_and_nothing_else(tmp_path: Path) -> None:
     for wrong in ("{}", "[]", "[1]", '[""]', "[", "\udcff"):
         prompts.write_bytes(wrong.encode("utf-8", "surrogateescape"))
         assert "--prompts" in refused(["analyze", "flow", "demo", "--prompts", str(prompts)]).splitlines()[-1]
-
-
-def test_a_line_separator_within_a_prompt_stays(tmp_path: Path) -> None:
-    """Prompts end at line feeds alone: pasted texts have other separators of lines."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_bytes("Two\u2028lines\r\n\nand \x0cone\n".encode())
-    assert read_prompts(prompts, 9) == ["Two\u2028lines", "and \x0cone"]
 
 
 @pytest.mark.parametrize("command", ["kinds", "sample"])

@@ -251,8 +251,8 @@ def test_bound_counts_bytes_read_and_not_the_stated_size(tmp_path: Path) -> None
 def test_text_has_one_kind_of_line_end_and_is_utf8(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes("ä\r\nb\rc\n".encode())
     assert read_text(tmp_path / "text") == "ä\nb\nc\n"
-    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone \xe2\x80\xa8line\r\n\r\ntwo\r\n")
-    assert read_prompts(tmp_path / "text", 9) == ["one \u2028line", "two"]
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfone \xe2\x80\xa8line\r\n\r\ntwo \x0cthree\r\n")
+    assert read_prompts(tmp_path / "text", 9) == ["one \u2028line", "two \x0cthree"]
     (tmp_path / "text").write_bytes(b"caf\xe9")
     with pytest.raises(UnreadableFileError, match=r"text is not UTF-8 text: .* position 3"):
         read_text(tmp_path / "text")
