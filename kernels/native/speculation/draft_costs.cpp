@@ -5,7 +5,7 @@ namespace {
 constexpr double FORGET = 0.98;       // a judged token weighs half as much 34 tokens later
 constexpr double PRIOR_WEIGHT = 4;    // tokens that the first guess of a bin counts for
 constexpr double NEW_WEIGHT = 0.05;   // of a measured time, or gain
-constexpr double OUTLIER = 1.5;       // a step that another process interrupts counts for no more than this
+constexpr double OUTLIER = 1.1;       // a step that another process interrupts counts for no more than this
 constexpr double EDGES[] = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999};
 constexpr int NUM_EDGES = sizeof EDGES / sizeof *EDGES;
 static_assert(NUM_EDGES < D3_CONFIDENCE_BINS);
@@ -66,7 +66,10 @@ void DraftCosts::judge(D3Drafter drafter, int bin, bool right) {
 
 void DraftCosts::time(double* of_rows, int64_t rows, double taken) {
     if (rows < 1 || rows > D3_COST_ROWS || of_rows[rows] <= 0) return;
-    of_rows[rows] += NEW_WEIGHT * (std::min(taken, of_rows[rows] * OUTLIER) - of_rows[rows]);
+    const double mean = of_rows[rows] += NEW_WEIGHT * (std::min(taken, of_rows[rows] * OUTLIER) - of_rows[rows]);
+    // A step of fewer rows takes no longer, and one of more is no faster: what seems so was timed at another hour.
+    for (int64_t fewer = 1; fewer < rows; fewer++) of_rows[fewer] = std::min(of_rows[fewer], mean);
+    for (int64_t more = rows + 1; more <= D3_COST_ROWS; more++) of_rows[more] = std::max(of_rows[more], mean);
 }
 
 void DraftCosts::time_mask(double taken) {

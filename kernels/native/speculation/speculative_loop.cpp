@@ -235,13 +235,15 @@ void SpeculativeLoop::plan_draft(int row) {
     const double seconds = double(lag) * per_token, first = seconds * (lag > MAX_LAG ? 4 / double(at.room) : 1);
     const DraftCosts::Plan best = costs_->best_plan(costs_->mean_chance(), at.wanted, num_live_, each, first);
     at.rate = best.rate;
-    if (best.length == 0) at.wanted = length_of_probe(at.wanted, seconds);
+    if (best.length == 0) at.wanted = length_of_probe(at.wanted, each, seconds);
     if (at.wanted == 0) at.drafter = D3_OWN_LAYERS;
 }
 
-// Tokens of a draft that does not pay, if it is time to try one; 0 otherwise.
-int64_t SpeculativeLoop::length_of_probe(int64_t most, double seconds) {
-    if (has_probed_ || most < 1 || !costs_->should_probe(num_live_, seconds)) return 0;
+// Tokens of a draft that does not pay, if it is time to try one; 0 otherwise, and where not even drafts without a wrong
+// token would pay. A token takes `each` seconds, the first one `first` more.
+int64_t SpeculativeLoop::length_of_probe(int64_t most, double each, double first) {
+    if (has_probed_ || most < 1 || !costs_->should_probe(num_live_, first)) return 0;
+    if (costs_->best_plan(1, most, num_live_, each, 0).length == 0) return 0;
     has_probed_ = true;
     return std::min<int64_t>(most, 2);
 }
@@ -261,7 +263,7 @@ void SpeculativeLoop::look_up(int row, int nth) {
         const DraftCosts::Plan best = costs_->best_plan(costs_->chance(D3_LOOKUP, bin), most, num_live_, 0, 0);
         if (at.drafter == D3_DRAFT_MODEL && best.rate < at.rate) return;
         wanted = best.length;
-        if (wanted == 0) wanted = length_of_probe(most, 0);
+        if (wanted == 0) wanted = length_of_probe(most, 0, 0);
         if (wanted == 0) return;
     }
     int64_t* tokens = drafted(row, nth);

@@ -78,7 +78,7 @@ private:
     void draft_by_model(int nth);
     bool pays_to_go_on(const Row& at, int64_t growing) const;
     void trim(int row);
-    int64_t length_of_probe(int64_t most, double seconds);
+    int64_t length_of_probe(int64_t most, double each, double first);
     void verify(int nth);
     void count_accepted(int row, int nth, int first);
     void advance(int row, int nth);
