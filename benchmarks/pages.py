@@ -226,6 +226,23 @@ def gguf_file(name: str) -> Iterator[str]:
     yield from table(("", *figures), rows)
 
 
+def gguf_types(*names: str) -> Iterator[str]:
+    """A model's files of other types: each system's means, "this one / that one"."""
+    found = [run(name) for name in names]
+    systems = list(found[0]["figures"])
+    rows = []
+    for one in found:
+
+        def means(key: str, scale: float = 1.0, of: Any = one["figures"]) -> str:
+            return " / ".join(_number(of[system][key]["value"] * scale, "") for system in systems)
+
+        kind = one["settings"]["model"].removesuffix(".gguf").rpartition("-")[2]
+        size = _number(one["file_bytes"] / 1e9, "")
+        rows.append((kind, size, means("rows 1"), means("rows 8"), means("prompt 512"), means("bytes", 1e-9)))
+    columns = "one answer, tokens/s", "8 at once, tokens/s", "a prompt of 512 tokens, s", "memory, GB"
+    yield from table((" / ".join(systems), "file, GB", *columns), rows)
+
+
 # -- speculative decoding --------------------------------------------------------------------------------------
 
 NO_DRAFTS, PEER = "none", "llama.cpp"
@@ -508,6 +525,7 @@ TABLES = {
         twelve_bits,
         policies,
         gguf_file,
+        gguf_types,
         speculation,
         activations,
         bfloat16_activations,

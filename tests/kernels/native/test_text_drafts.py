@@ -210,7 +210,7 @@ def test_chosen_lengths_change_no_token(draft: float, rows: dict[int, float]) ->
     wanted, _ = pair.plain()
     assert pair.drafted([MODEL, MODEL | LOOKUP, LOOKUP, MODEL], costs=costs) == wanted
     if draft > 0.1:
-        assert pair.num(0, MODEL) <= 4 * 2 + 2, "a draft model that costs hundreds of steps is only probed"
+        assert pair.num(0, MODEL) == 0, "a draft model that costs hundreds of steps is not even probed"
     elif rows[8] < 2e-3:  # the first drafts pay; later ones go by the times of this machine
         assert pair.num(0, MODEL) > 0
         assert sum(costs.judged[0]) > 0
