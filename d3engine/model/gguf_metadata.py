@@ -117,7 +117,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if family.partial_rotary_factor:
         config["partial_rotary_factor"] = _share(fields, rotary_dim, head_dim)
     if _LONG_FACTORS in file.tensors:  # next to the rope's fields, where transformers' Phi-3 has a default
-        config["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        original = fields.integer("rope.scaling.original_context_length", default=config["max_position_embeddings"])
+        config["original_max_position_embeddings"] = original
     config |= layout.more_fields(fields, config)
     dtype = _float_type(file)
     return config if dtype is None else config | {"torch_dtype": dtype}
