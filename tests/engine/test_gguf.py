@@ -356,6 +356,25 @@ def test_a_file_that_ranks_is_refused(tmp_path: Path) -> None:
         engine_of(file)
 
 
+def test_a_qwen3_reranker_is_read_as_the_model_that_answers(tmp_path: Path) -> None:
+    """llama.cpp repeats the rows of its head for yes and no; they are not enough where the head is another matrix."""
+    keys = dict(TOKENIZERS["gpt2"])
+    words = len(keys["tokenizer.ggml.tokens"])
+    for name, more in (("tokens", ["yes", "no"]), ("token_type", [4, 4])):
+        keys[f"tokenizer.ggml.{name}"] = keys[f"tokenizer.ggml.{name}"] + more
+    options = SMALL | {"architecture": "qwen3", "tokenizer": keys, "vocab_size": words + 2, "tied": True}
+    plain = write_gguf(tmp_path / "plain.gguf", **options)
+    rows = open_gguf(plain).read_rows("token_embd.weight", words, 2)
+    changes = {"llama.pooling_type": 4, "llama.classifier.output_labels": ["yes", "no"]}
+    files = [
+        write_gguf(tmp_path / f"{nth}.gguf", changes=changes, extra={"cls.output.weight": head}, **options)
+        for nth, head in enumerate((rows, rows[::-1].copy()))
+    ]
+    assert answers(files[0]) == answers(plain)
+    with pytest.raises(ModelFormatError, match=r"'cls\.output\.weight' alone is there: take a file with 'output\.weig"):
+        engine_of(files[1])
+
+
 def test_model_name_brings_sampling_and_both_ends_of_text() -> None:
     """The name brings the authors' sampling and both ends of text."""
     file = fetched_model("qwen2.5-coder-0.5b")
