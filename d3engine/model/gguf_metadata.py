@@ -546,6 +546,7 @@ LLAMA3_PATTERN = (
 )
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SEED = _QWEN2.replace(r"]+[\r\n]*|", "]+|")
+_DIGITS = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}+")
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
@@ -559,6 +560,7 @@ _GPT4O = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
+_EAST_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 
 # A name stands for the pre-tokenizer of the model's own tokenizer.json, so the table is in that file's terms. Unknown
 # names are refused: a guess would give other tokens, and poor answers.
@@ -571,6 +573,8 @@ _PRE_TOKENIZERS = {
     "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True))),
     "tekken": PreTokenizer(_split(_TEKKEN), whole_words=True, begins=True),
     "gpt-4o": PreTokenizer(_split(_GPT4O)),
+    "deepseek-coder": PreTokenizer(_split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    "minicpm5": PreTokenizer(_split(r"\p{N}{1,3}", _DIGITS), whole_words=True),
     "default": PreTokenizer(_split(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 
