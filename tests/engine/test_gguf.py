@@ -138,6 +138,23 @@ def test_a_chat_follows_the_template_of_the_file(small: Path) -> None:
         assert engine.get_tokenizer().decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>\n"
 
 
+def test_a_template_next_to_a_file_without_one_is_read(tmp_path: Path) -> None:
+    """A file's own template wins: one folder may hold the files of several models."""
+    given = {"tokenizer": TOKENIZERS["gpt2"], **SMALL}
+    without = write_gguf(tmp_path / "without.gguf", leave=("tokenizer.chat_template",), **given)
+    own = write_gguf(tmp_path / "own.gguf", **given)
+    with engine_of(without) as engine, pytest.raises(InvalidValueError, match="has no chat template"):
+        engine.chat_prompt(CONVERSATION)
+    with engine_of(own) as engine:
+        expected = engine.chat_prompt(CONVERSATION)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    with engine_of(own) as engine:
+        assert engine.chat_prompt(CONVERSATION) == expected
+    with engine_of(without) as engine:
+        hello = engine.get_tokenizer().encode("hello!", add_special_tokens=False)
+        assert engine.chat_prompt(CONVERSATION) == {"prompt_token_ids": hello}
+
+
 def test_a_file_says_how_its_authors_sample_it(tmp_path: Path) -> None:
     own = {"temp": 0.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1}
     changes = {f"general.sampling.{name}": value for name, value in own.items()}
