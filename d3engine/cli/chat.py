@@ -98,7 +98,7 @@ def _require_template(model: str) -> None:
 
     ModelConfig.from_directory(directory)  # where there is no model, a template is not what is missing
     if load_chat_template(directory) is None:
-        allowed = "a model with a chat template (`d3engine generate` takes plain prompts for this one)"
+        allowed = "a model with a chat template, or chat_template.jinja next to it (`d3engine generate` needs none)"
         raise InvalidValueError("model", model, allowed)
 
 

@@ -14,6 +14,7 @@ from d3engine.engine.hub import hub_directory
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.model.config import ModelConfig, load_generation_config, not_applied
 from d3engine.model.gguf_file import is_gguf
+from d3engine.model.rope_config import QUERY_SCALING
 from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, POOLING_FILE, POOLING_MODES, files_of
 from d3engine.request.params import CHAT_DEFAULTS, SamplingParams
 from d3engine.utils.environment import CACHE
@@ -73,17 +74,19 @@ def chat_defaults(directory: Path) -> Mapping[str, float]:
 def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int:
     """The most tokens of prompt and answer; beyond the positions that the model was made for only with dynamic rope.
 
-    None is the model's own length; or the window of a family that has none in transformers, or the trained length of a
-    longrope: up to there these change nothing. Raises `InvalidValueError` for a length beyond the first two.
+    None is the model's own length, its `longest_text`, or the trained length of a longrope. Raises `InvalidValueError`
+    for a length beyond the first two.
     """
-    window = config.longest_text
+    longest = config.longest_text
     if max_model_len is None:
         return config.default_length
     limit = None if config.rope.rope_type == "dynamic" else config.max_length
     length = require_integer("max_model_len", max_model_len, 2, limit)
-    if window is not None and window < length:
-        allowed = f"null or at least max_model_len={length} (max_model_len={window} is what can be run)"
-        raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", window, allowed)
+    if longest is not None and longest < length:
+        beyond = f"max_model_len={length} (max_model_len={longest} is what can be run)"
+        if (beta := config.rope.query_scaling) is not None:
+            raise InvalidValueError(f"{CONFIG_FILE}: {QUERY_SCALING}", beta, f"absent for {beyond}")
+        raise InvalidValueError(f"{CONFIG_FILE}: sliding_window", longest, f"null or at least {beyond}")
     return length
 
 

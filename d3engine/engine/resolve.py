@@ -360,6 +360,8 @@ def _tell_length(settings: EngineSettings) -> None:
         why = "what the memory has room for beside the weights"
         if length in (window, MOST_LENGTH):
             why = "its sliding window" if length == window else "a longer one must be given"
+        if length == window and settings.config.rope.query_scaling is not None:
+            why = "beyond it queries grow, which no kernel computes"
         if length == settings.config.rope.trained_length:
             why = "it was trained at that length; a longer one must be given, and has other rope frequencies"
         _log.warning("max_model_len is %s of the model's %s tokens: %s", f"{length:,}", f"{own:,}", why)

@@ -33,7 +33,7 @@ from d3engine.model.checkpoint import (
 from d3engine.model.family import GGUF_LAYER_MODULES, GGUFLayout, OwnNames, TensorNames
 from d3engine.model.fields import Fields, of_a_model
 from d3engine.model.gguf_file import GGUFFile
-from d3engine.model.gguf_metadata import ROPE_TENSORS, gguf_family
+from d3engine.model.gguf_metadata import RANKING_HEAD, ROPE_TENSORS, gguf_family, is_ranking
 from d3engine.model.quantization_config import FP8_GROUPS, Block
 
 
@@ -337,7 +337,8 @@ def gguf_checkpoint(file: GGUFFile, config: Mapping[str, Any]) -> Checkpoint:
     Raises `ModelFormatError` for a tensor that no model here has, or whose rows are not the config's heads.
     """
     family, layout = gguf_family(file)
-    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name not in ROPE_TENSORS}
+    unread = {*ROPE_TENSORS, *([RANKING_HEAD] if is_ranking(file) else [])}
+    names = {_name_of(file, name, family.names, layout): name for name in file.tensors if name not in unread}
     heads = {module: config[field] for module, field in _HEADS.items()} if layout.adjacent_pairs else {}
     tensors = GGUFTensors(file, names, heads, family.norm_offset)
     return Checkpoint({entry.name: entry for entry in tensors.entries()}, {file.path: tensors})

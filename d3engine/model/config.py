@@ -85,7 +85,7 @@ class ModelConfig:
     multipliers: Multipliers
     tensor_names: TensorNames
     windows: tuple[int | None, ...]  # of each layer: tokens that one attends to at most, itself included
-    longest_text: int | None  # a sliding_window that the family's class in transformers ignores, and others do not
+    longest_text: int | None  # up to which a field that no kernel reads changes nothing (`_longest_text`)
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -151,7 +151,7 @@ class ModelConfig:
             multipliers=multipliers,
             tensor_names=family.names,
             windows=no_windows(fields, num_layers) if family.windows is None else family.windows(fields, num_layers),
-            longest_text=sliding_window(fields) if family.windows is None else None,
+            longest_text=_longest_text(fields, family, rope),
             bos_token_id=_bos_token_id(fields, generation_config, family.bos_token_id),
             eos_token_ids=_eos_token_ids(fields, generation_config, family.eos_token_ids),
             dtype=_dtype(fields),
@@ -297,6 +297,13 @@ def _ropes(fields: Fields, family: Family, head_dim: int, max_positions: int) ->
 
 def _has_theta(rope: Any) -> bool:
     return isinstance(rope, Mapping) and rope.get("rope_theta") is not None
+
+
+def _longest_text(fields: Fields, family: Family, rope: RopeConfig) -> int | None:
+    """The length from which queries grow, or a sliding_window that transformers ignores, and others do not."""
+    window = sliding_window(fields) if family.windows is None else None
+    growing = None if rope.query_scaling is None else rope.original_max_position_embeddings
+    return min((length for length in (window, growing) if length is not None), default=None)
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

@@ -35,6 +35,15 @@ _GRANITE_4_KEYS = (
 )
 _GGUF_WINDOW_KEYS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+_MINISTRAL_3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _QWEN: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "windows": family_fields.qwen_windows}
 _OLMO: dict[str, Any] = {
     "names": _NORMS_BEHIND_ALONE,
@@ -95,6 +104,27 @@ FAMILIES = (
         ("MistralForCausalLM", "MistralModel"), "mistral", defaults=_MISTRAL, windows=family_fields.window_everywhere
     ),
     Family(("MinistralForCausalLM",), "ministral", defaults=_MISTRAL, windows=family_fields.window_by_layer),
+    Family(
+        ("Ministral3ForCausalLM",),
+        "ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _MINISTRAL_3_ROPE,
+        },
+        windows=family_fields.window_everywhere,
+        gguf=GGUFLayout(
+            "mistral3",
+            adjacent_pairs=True,
+            optional_keys=(
+                "attention.temperature_scale",
+                *(f"rope.scaling.yarn_{name}" for name in ("log_multiplier", "beta_fast", "beta_slow")),
+            ),
+            more_fields=family_fields.gguf_ministral3,
+        ),
+    ),
     Family(
         ("Qwen2ForCausalLM", "Qwen2Model"),
         "qwen2",
@@ -166,6 +196,20 @@ FAMILIES = (
         biases=family_fields.attention_biases,
         multipliers=family_fields.granite_multipliers,
         check=family_fields.dense_granite,
+    ),
+    Family(
+        ("MiniCPMForCausalLM",),
+        "minicpm",
+        defaults={"tie_word_embeddings": True},
+        biases=family_fields.attention_biases,
+        multipliers=family_fields.minicpm_multipliers,
+        check=family_fields.dense_minicpm,
+        gguf=GGUFLayout(
+            "minicpm",
+            adjacent_pairs=True,
+            optional_keys=("embedding_scale", "residual_scale", "logit_scale"),
+            more_fields=family_fields.gguf_minicpm,
+        ),
     ),
     Family(
         ("ExaoneForCausalLM", "LlamaForCausalLM"),  # the second is what transformers 5 saves
@@ -388,21 +432,25 @@ GGUF_FAMILIES = {family.gguf.architecture: (family, family.gguf) for family in F
 """`general.architecture` of a GGUF file -> family and layout."""
 
 
+_TEXT_MODELS = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral"}
+"""Architectures that also see images -> the model_type of a `text_config` that names none."""
+
 BESIDE_IMAGES = OwnNames(
     parts={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
     dropped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
-"""How a Gemma 3 that also sees images names its text model, as published and by transformers 5."""
+"""How they name their text model, as published and by transformers 5."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a model; of a Gemma 3 that also sees images, that of its text model."""
-    text = config.get("text_config")
-    if config.get("architectures") != ["Gemma3ForConditionalGeneration"] or not isinstance(text, Mapping):
+    """The config of a model; of one of `_TEXT_MODELS`, that of its text model."""
+    text, architectures = config.get("text_config"), config.get("architectures")
+    seeing = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    if not isinstance(seeing, str) or seeing not in _TEXT_MODELS or not isinstance(text, Mapping):
         return config
     outer = {name: value for name, value in config.items() if name != "text_config"}
     ends = {name: outer[name] for name in ("bos_token_id", "eos_token_id") if outer.get(name) is not None}
-    return {**outer, "model_type": "gemma3_text", **text, **ends, "architectures": ["Gemma3ForCausalLM"]}
+    return {**outer, "model_type": _TEXT_MODELS[seeing], **text, **ends, "architectures": None}
 
 
 def family_of(fields: Fields) -> Family:

@@ -44,6 +44,23 @@ def granite_multipliers(fields: Fields) -> Multipliers:
     )
 
 
+def minicpm_multipliers(fields: Fields) -> Multipliers:
+    """Those of muP: a block counts by the root of the depth, and logits by the width over that of a small model."""
+    return Multipliers(
+        embedding=_multiplier(fields, "scale_emb"),
+        residual=_multiplier(fields, "scale_depth") / math.sqrt(fields.integer("num_hidden_layers")),
+        logits=fields.integer("hidden_size") / _multiplier(fields, "dim_model_base"),
+    )
+
+
+def dense_minicpm(fields: Fields) -> None:
+    """Refuse experts (MiniCPM-MoE), and the sparse attention that MiniCPM4 has where its config asks for it."""
+    if fields.integer("num_experts", low=0, default=0):
+        fields.refuse("num_experts", "0 or absent: experts are not supported")
+    if fields.get("sparse_config") is not None:
+        fields.refuse("sparse_config", "null or absent: attention is dense here")
+
+
 def _multiplier(fields: Fields, name: str) -> float:
     # Squares and products of these must be numbers too: far beyond any real model, and still sane in float32.
     value = fields.number(name, default=1.0)
@@ -219,6 +236,30 @@ def gguf_gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": fields.number("rope.freq_base_swa", default=10_000.0),
         "final_logit_softcapping": fields.number("final_logit_softcapping", default=0, zero_allowed=True) or None,
     }
+
+
+def gguf_minicpm(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Files of 2024 have no multipliers: llama.cpp had those of the models of that time, of 1B and 2B."""
+    depth, width = math.sqrt(config["num_hidden_layers"]), config["hidden_size"]
+    return {
+        "scale_emb": fields.number("embedding_scale", default=12.0),
+        "scale_depth": fields.number("residual_scale", default=1.4 / depth) * depth,
+        "dim_model_base": width / fields.number("logit_scale", default=width / 256),
+    }
+
+
+def gguf_ministral3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that llama.cpp reads of this architecture alone; without YaRN they have no effect within the context."""
+    rope = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
+    if rope["rope_type"] == "yarn":
+        rope |= {
+            "beta_fast": fields.number("rope.scaling.yarn_beta_fast", default=32.0),
+            "beta_slow": fields.number("rope.scaling.yarn_beta_slow", default=1.0),
+            "mscale": 1.0,
+            "mscale_all_dim": fields.number("rope.scaling.yarn_log_multiplier", default=0, zero_allowed=True),
+            "llama_4_scaling_beta": fields.number("attention.temperature_scale", default=0, zero_allowed=True),
+        }
+    return {"rope_parameters": rope, "rope_scaling": None}
 
 
 def gguf_ernie(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ ROPE_TENSORS = (FREQ_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 """Tensors that are read as fields of config.json."""
 GGUF_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's pooling types that are read, by our names; 0 is none."""
+RANKING_HEAD, _RANKING_LABELS = "cls.output.weight", ("yes", "no")
+"""The rows of a Qwen3-Reranker's head by which llama.cpp scores documents, and their tokens."""
 
 _ATTENTION_FACTOR, _YARN_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 _READ = frozenset(
@@ -78,6 +80,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     family, layout = gguf_family(file)
     prefix = f"{layout.architecture}."
     _refuse_unread(file, prefix, layout)
+    if is_ranking(file):
+        _check_ranking_head(file)
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{file.path}: {layout.architecture}")
     num_heads = fields.integer("attention.head_count")
@@ -117,7 +121,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if family.partial_rotary_factor:
         config["partial_rotary_factor"] = _share(fields, rotary_dim, head_dim)
     if _LONG_FACTORS in file.tensors:  # next to the rope's fields, where transformers' Phi-3 has a default
-        config["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+        original = fields.integer("rope.scaling.original_context_length", default=config["max_position_embeddings"])
+        config["original_max_position_embeddings"] = original
     config |= layout.more_fields(fields, config)
     dtype = _float_type(file)
     return config if dtype is None else config | {"torch_dtype": dtype}
@@ -159,12 +164,35 @@ def _refuse_unread(file: GGUFFile, prefix: str, layout: GGUFLayout) -> None:
     read = _READ | layout.keys.keys() | set(layout.optional_keys)
     read |= {_ATTENTION_FACTOR} if _LONG_FACTORS in file.tensors else set()
     read |= {_YARN_FACTOR} if is_yarn else set()
+    read |= {"pooling_type", "classifier.output_labels"} if is_ranking(file) else set()
     of_keys = {prefix + name: values for name, values in neutral.items() if name not in read} | _TOKENIZER_NEUTRAL
     for key, value in file.metadata.items():
         is_unread = key in of_keys or (key.startswith(prefix) and key.removeprefix(prefix) not in read)
         if is_unread and value not in of_keys.get(key, ()):
             words = " or ".join(["absent", *map(json.dumps, of_keys.get(key, ()))])
             file.refuse(key, f"{words}, since it is not supported")
+
+
+def is_ranking(file: GGUFFile) -> bool:
+    """Whether a file is a Qwen3-Reranker as llama.cpp writes it, which is read as the model that says yes or no."""
+    labels = file.metadata.get("qwen3.classifier.output_labels")
+    return labels == list(_RANKING_LABELS) and RANKING_HEAD in file.tensors
+
+
+def _check_ranking_head(file: GGUFFile) -> None:
+    """Raise unless the whole head is there: llama.cpp's converter leaves out one that is not the embedding."""
+    if "output.weight" in file.tensors:
+        return
+    tokens, shape = _tokens(file)[0], (len(_RANKING_LABELS), _embedding(file).shape[1])
+    found = [tokens.index(label) for label in _RANKING_LABELS if label in tokens]
+    if len(found) == len(_RANKING_LABELS) and file.tensors[RANKING_HEAD].shape == shape:
+        head = file.read(RANKING_HEAD)
+        rows = [file.read_rows("token_embd.weight", token, 1)[0] for token in found]
+        # Rounded to few bits, they still point the same way.
+        if all(one @ row > 0.9 * (one @ one * (row @ row)) ** 0.5 for one, row in zip(head, rows, strict=True)):
+            return
+    alone = f"of its head {RANKING_HEAD!r} alone is there"
+    raise ModelFormatError(f"{file.path}: {alone}: take a file with 'output.weight', or the model's safetensors")
 
 
 def gguf_pooling(file: GGUFFile) -> str | None:
@@ -518,6 +546,7 @@ LLAMA3_PATTERN = (
 )
 _QWEN2 = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 _SEED = _QWEN2.replace(r"]+[\r\n]*|", "]+|")
+_DIGITS = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}+")
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
@@ -531,6 +560,7 @@ _GPT4O = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
+_EAST_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 
 # A name stands for the pre-tokenizer of the model's own tokenizer.json, so the table is in that file's terms. Unknown
 # names are refused: a guess would give other tokens, and poor answers.
@@ -543,6 +573,8 @@ _PRE_TOKENIZERS = {
     "smollm": PreTokenizer(({"type": "Digits", "individual_digits": True}, byte_level(use_regex=True))),
     "tekken": PreTokenizer(_split(_TEKKEN), whole_words=True, begins=True),
     "gpt-4o": PreTokenizer(_split(_GPT4O)),
+    "deepseek-coder": PreTokenizer(_split("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+    "minicpm5": PreTokenizer(_split(r"\p{N}{1,3}", _DIGITS), whole_words=True),
     "default": PreTokenizer(_split(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 

@@ -13,6 +13,7 @@ from d3engine.model.fields import Fields
 
 _ORIGINAL = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
+QUERY_SCALING = "llama_4_scaling_beta"
 # The keys transformers reads for each rope type, beyond the type and theta themselves; `attn_factor` is vLLM's.
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -22,7 +23,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "yarn": frozenset(
         {
             *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
-            *("mscale", "mscale_all_dim", "truncate", "attn_factor"),
+            *("mscale", "mscale_all_dim", "truncate", "attn_factor", QUERY_SCALING),
         }
     ),
     "longrope": frozenset({"short_factor", "long_factor", "factor", _ORIGINAL, "attention_factor"}),
@@ -56,6 +57,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    query_scaling: float | None = None  # of a Ministral 3, whose queries grow beyond the original length
     rotary_dim: int | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
@@ -133,6 +135,7 @@ def _read_rope(
         mscale=rope.optional_number("mscale", zero_allowed=True),
         mscale_all_dim=rope.optional_number("mscale_all_dim", zero_allowed=True),
         truncate=rope.boolean("truncate", default=True),
+        query_scaling=rope.optional_number(QUERY_SCALING, zero_allowed=True) or None,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         short_factor=factors[0],
         long_factor=factors[1],
@@ -153,7 +156,7 @@ def _rope_type(rope: Fields) -> str:
 
 def _refuse_unknown_rope_keys(rope: Fields, rope_type: str, *, has_part: bool) -> None:
     """Raise for a key that is not read and could change the angles."""
-    neutral = {"rope_type", "type", "rope_theta", *([PARTIAL] if has_part else [])}
+    neutral = {"rope_type", "type", "rope_theta", "max_position_embeddings", *([PARTIAL] if has_part else [])}
     for key, value in rope.values.items():
         without_effect = (
             value is None

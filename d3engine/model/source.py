@@ -237,7 +237,8 @@ class GGUFFiles(ModelFiles):
         if name == "tokenizer_config.json":
             return gguf_tokenizer_kind(self._file) is not None
         if name == "chat_template.jinja":
-            return TEMPLATE in self._file.metadata and TEMPLATE_OF_TOOLS not in self._file.metadata
+            is_own = TEMPLATE in self._file.metadata
+            return TEMPLATE_OF_TOOLS not in self._file.metadata if is_own else is_there(beside(self.path, name))
         if name == POOLING_FILE:
             return gguf_pooling(self._file) is not None
         return name in _MADE
@@ -277,6 +278,8 @@ def _generation_config(file: GGUFFile) -> bytes:
 
 
 def _chat_template(file: GGUFFile) -> bytes:
+    if TEMPLATE not in file.metadata:
+        return read_bytes(beside(file.path, "chat_template.jinja"), CONFIG_BYTES)
     template = file.metadata[TEMPLATE]
     if not isinstance(template, str):
         file.refuse(TEMPLATE, "a string")

@@ -10,7 +10,18 @@ import pytest
 import torch
 from configs import llama3_rope
 from depth_oracle import Exit, d3, greedy_at_depth, greedy_with_exits
-from families import DENSE, NO_PAD, TIED, YARN, assert_answers_as, granite, longrope, make_family
+from families import (
+    DENSE,
+    MINISTRAL_3,
+    MUP,
+    NO_PAD,
+    TIED,
+    YARN,
+    assert_answers_as,
+    granite,
+    longrope,
+    make_family,
+)
 from multi_step import steps_by_itself
 from observers import observer_of
 from safetensors.torch import load_file, save_file
@@ -22,6 +33,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     PreTrainedModel,
 )
 from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
@@ -29,7 +42,7 @@ from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 from d3engine import D3, Engine
 from d3engine.depth import EarlyExit
 from d3engine.engine import resolve
-from d3engine.errors import ModelFormatError
+from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.model.source import open_checkpoint
 from d3engine.research.bridges.passage import Passage
 from d3engine.weights_tools.inspection import verify_model
@@ -42,6 +55,7 @@ MULTIPLIERS = granite(attention=0.11, residual=0.22, logits=5.0)
 LLAMA3 = llama3_rope(32, rope_theta=10_000.0)
 
 LONGROPE = longrope(pairs=6, original=20, step=0.1)
+ORIGINAL = "original_max_position_embeddings"
 LONG = {"max_position_embeddings": 4096, "original_max_position_embeddings": 512}
 BIASED = {"attention_bias": True}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -60,6 +74,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral that sees itself alone": ("mistral", {"sliding_window": 1}),
     "Ministral with a window": ("ministral", {"sliding_window": 20}),
     "Ministral with a window in some layers": ("ministral", {"sliding_window": 20} | ALTERNATING),
+    "Ministral 3": ("ministral3", MINISTRAL_3),
+    "Ministral 3 with a window": ("ministral3", MINISTRAL_3 | TIED | {"sliding_window": 20}),
     "Qwen2": ("qwen2", {}),
     "Qwen2, tied and with yarn": ("qwen2", TIED | {"rope_parameters": YARN}),
     "Qwen2 within its window": ("qwen2", LATER_LAYERS | {"sliding_window": 512}),
@@ -70,6 +86,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite, tied": ("granite", MULTIPLIERS | TIED),
     "Granite with a large norm epsilon": ("granite", MULTIPLIERS | {"rms_norm_eps": 0.1}),
     "Granite with one multiplier": ("granite", {"attention_multiplier": 0.2}),
+    "MiniCPM": ("minicpm", MUP | TIED),
+    "MiniCPM, untied and with biases": ("minicpm", MUP | BIASED | {"num_key_value_heads": 1}),
+    "MiniCPM4": ("minicpm", MUP | {"rope_parameters": LONGROPE["rope_parameters"] | {ORIGINAL: 20}}),
+    "MiniCPM4 within its trained length": (
+        "minicpm",
+        MUP | {"rope_parameters": LONGROPE["rope_parameters"] | {ORIGINAL: 512}},
+    ),
     "Phi-3": ("phi3", NO_PAD),
     "Phi-3 with a window": ("phi3", NO_PAD | {"sliding_window": 33}),
     "Phi-3, tied and multi-query": ("phi3", NO_PAD | TIED | {"num_key_value_heads": 1}),
@@ -77,6 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3 with longrope within its trained length": ("phi3", LONGROPE | LONG),
     "Phi-4-mini": ("phi3", longrope(4, 20, 0.1, attention_factor=1.1) | {"partial_rotary_factor": 0.67} | LONG),
     "Granite 4": ("granitemoehybrid", MULTIPLIERS | DENSE | TIED),
+    "Granite 4, untied": ("granitemoehybrid", MULTIPLIERS | DENSE),
     "Granite 4 with biases and without rope": (
         "granitemoehybrid",
         MULTIPLIERS | DENSE | BIASED | {"position_embedding_type": None},
@@ -305,12 +329,30 @@ def test_text_model_of_a_gemma_3_with_images_answers(names: str, tmp_path: Path)
     assert_answers_as(model, directory)
 
 
+def test_text_model_of_a_ministral_3_with_images_answers(tmp_path: Path) -> None:
+    """The tower of images is left, and texts up to the length from which queries grow are read."""
+    text = TINY | MINISTRAL_3 | TIED | {"model_type": "ministral3"}
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 16, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    directory, model = save_random(tmp_path, Mistral3ForConditionalGeneration(config))
+    assert any("vision_tower" in name for name in load_file(directory / "model.safetensors"))
+    assert_answers_as(model, directory)
+    with pytest.raises(
+        InvalidValueError, match=r"scaling_beta must be absent for max_model_len=513 \(max_model_len=512"
+    ):
+        Engine(directory, skip_tokenizer_init=True, max_model_len=513)
+
+
 OTHER_LAYERS = ["OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 2 with low caps", "Gemma 3", "EXAONE 4"]
 OTHER_LAYERS += ["Phi-4-mini", "GLM-4 without biases, with yarn", "GLM-4 of 2025", "ERNIE 4.5"]
-NEW_LAYERS = [*OTHER_LAYERS, "Granite 4"]
+GRANITE_4, MINICPM = "Granite 4, untied", "MiniCPM, untied and with biases"
+"""Untied: with a tied head a scaled embedding repeats one token, whatever the layers do."""
+NEW_LAYERS = [*OTHER_LAYERS, GRANITE_4]
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Granite", "Phi-3", "Qwen3", "SmolLM3", *NEW_LAYERS])
+@pytest.mark.parametrize("name", ["Qwen2", "Granite", MINICPM, "Ministral 3", "Phi-3", "Qwen3", "SmolLM3", *NEW_LAYERS])
 def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Path) -> None:
     directory, model = make(tmp_path, name)
     (prompt,) = random_prompts([9])
@@ -325,7 +367,7 @@ def test_d3_on_a_family_equals_the_oracle_of_its_layers(name: str, tmp_path: Pat
     assert min(answer.depths) < num_layers
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", *NEW_LAYERS])
+@pytest.mark.parametrize("name", ["Qwen3", "SmolLM3", MINICPM, *NEW_LAYERS])
 def test_executor_decoding_by_itself_answers_as_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +385,7 @@ def test_executor_decoding_by_itself_answers_as_transformers(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3", "Phi-4-mini", "GLM-4", "Granite 4"])
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 2", "Gemma 3", "Phi-4-mini", "GLM-4", GRANITE_4, MINICPM])
 def test_quantized_layers_natively_answer_as_the_reference(
     name: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,23 @@ def test_a_chat_follows_the_template_of_the_file(small: Path) -> None:
         assert engine.get_tokenizer().decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>\n"
 
 
+def test_a_template_next_to_a_file_without_one_is_read(tmp_path: Path) -> None:
+    """A file's own template wins: one folder may hold the files of several models."""
+    given = {"tokenizer": TOKENIZERS["gpt2"], **SMALL}
+    without = write_gguf(tmp_path / "without.gguf", leave=("tokenizer.chat_template",), **given)
+    own = write_gguf(tmp_path / "own.gguf", **given)
+    with engine_of(without) as engine, pytest.raises(InvalidValueError, match="has no chat template"):
+        engine.chat_prompt(CONVERSATION)
+    with engine_of(own) as engine:
+        expected = engine.chat_prompt(CONVERSATION)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    with engine_of(own) as engine:
+        assert engine.chat_prompt(CONVERSATION) == expected
+    with engine_of(without) as engine:
+        hello = engine.get_tokenizer().encode("hello!", add_special_tokens=False)
+        assert engine.chat_prompt(CONVERSATION) == {"prompt_token_ids": hello}
+
+
 def test_a_file_says_how_its_authors_sample_it(tmp_path: Path) -> None:
     own = {"temp": 0.2, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1}
     changes = {f"general.sampling.{name}": value for name, value in own.items()}
@@ -354,6 +371,25 @@ def test_a_file_that_ranks_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tokenizer=TOKENIZERS["gpt2"], changes=changes, **SMALL)
     with pytest.raises(ModelFormatError, match=r"llama\.pooling_type must be absent or 0 or 1 or 2 or 3"):
         engine_of(file)
+
+
+def test_a_qwen3_reranker_is_read_as_the_model_that_answers(tmp_path: Path) -> None:
+    """llama.cpp repeats the rows of its head for yes and no; they are not enough where the head is another matrix."""
+    keys = dict(TOKENIZERS["gpt2"])
+    words = len(keys["tokenizer.ggml.tokens"])
+    for name, more in (("tokens", ["yes", "no"]), ("token_type", [4, 4])):
+        keys[f"tokenizer.ggml.{name}"] = keys[f"tokenizer.ggml.{name}"] + more
+    options = SMALL | {"architecture": "qwen3", "tokenizer": keys, "vocab_size": words + 2, "tied": True}
+    plain = write_gguf(tmp_path / "plain.gguf", **options)
+    rows = open_gguf(plain).read_rows("token_embd.weight", words, 2)
+    changes = {"llama.pooling_type": 4, "llama.classifier.output_labels": ["yes", "no"]}
+    files = [
+        write_gguf(tmp_path / f"{nth}.gguf", changes=changes, extra={"cls.output.weight": head}, **options)
+        for nth, head in enumerate((rows, rows[::-1].copy()))
+    ]
+    assert answers(files[0]) == answers(plain)
+    with pytest.raises(ModelFormatError, match=r"'cls\.output\.weight' alone is there: take a file with 'output\.weig"):
+        engine_of(files[1])
 
 
 def test_model_name_brings_sampling_and_both_ends_of_text() -> None:

@@ -13,7 +13,19 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 import numpy as np
 import torch
-from families import DENSE, NO_PAD, OWN_HEAD_DIM, TIED, YARN, assert_answers_as, granite, longrope, make_family
+from families import (
+    DENSE,
+    MINISTRAL_3,
+    MUP,
+    NO_PAD,
+    OWN_HEAD_DIM,
+    TIED,
+    YARN,
+    assert_answers_as,
+    granite,
+    longrope,
+    make_family,
+)
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from gguf_files import add_key, write_and_close
 from tiny_models import random_prompts
@@ -48,11 +60,13 @@ GEMMA3: dict[str, Any] = TIED | {"sliding_window": 20, "query_pre_attn_scalar": 
 GEMMA3["rope_parameters"] = {"full_attention": LINEAR, "sliding_attention": PLAIN}
 LONGROPE = {pairs: longrope(pairs, original=32, step=0.125) for pairs in (4, 6)}
 
+TRAINED = {"original_max_position_embeddings": 512}
 NO_WINDOW = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "Ministral within its window": ("ministral", {"sliding_window": 512}),
     "Mistral": ("mistral", {"sliding_window": None}),
+    "Ministral 3": ("ministral3", MINISTRAL_3),
     "EXAONE": ("exaone", NO_PAD),
     "InternLM2": ("internlm2", {}),
     "InternLM2 with biases": ("internlm2", {"attention_bias": True}),
@@ -65,6 +79,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Seed-OSS with a bias of the output": ("seed_oss", {"attention_out_bias": True}),
     "Granite": ("granite", GRANITE | {"attention_bias": True}),
     "Granite, tied": ("granite", GRANITE | TIED),
+    "MiniCPM": ("minicpm", MUP | TIED),
+    "MiniCPM, untied and with biases": ("minicpm", MUP | {"attention_bias": True}),
+    "MiniCPM4": ("minicpm", MUP | {"rope_parameters": LONGROPE[6]["rope_parameters"] | TRAINED}),
     "Phi-3": ("phi3", NO_PAD | {"sliding_window": None}),
     "Phi-3 within its window": ("phi3", NO_PAD | {"sliding_window": 512}),
     "Phi-3 beyond its window": ("phi3", NO_PAD | {"sliding_window": 33}),
@@ -105,9 +122,10 @@ NAMES = {
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "granitemoehybrid": "granite",
+    "ministral3": "mistral3",
 }
 """Families that llama.cpp's converter writes as an architecture of another name."""
-PERMUTED = ("llama", "granite", "smollm3", "internlm2")
+PERMUTED = ("llama", "granite", "smollm3", "internlm2", "minicpm", "mistral3")
 """Architectures that llama.cpp rotates in adjacent pairs, so that its converter permutes their rows."""
 OWN_HEADS = (*OWN_HEAD_DIM, "internlm3", "mistral")
 """Whose head_dim is a field here."""
@@ -142,7 +160,7 @@ def write(
         keys["attention.sliding_window"] = config.sliding_window or 0
     if architecture == "phi3":
         keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
-    if rope["rope_type"] == "longrope":
+    if rope["rope_type"] == "longrope" and architecture == "phi3":
         scale = config.max_position_embeddings / config.original_max_position_embeddings
         logarithms = math.log(scale) / math.log(config.original_max_position_embeddings)
         keys["rope.scaling.attn_factor"] = math.sqrt(1 + logarithms)
@@ -157,9 +175,17 @@ def write(
         keys |= {"attn_logit_softcapping": config.attn_logit_softcapping}
     if getattr(config, "final_logit_softcapping", None):
         keys |= {"final_logit_softcapping": config.final_logit_softcapping}
+    if architecture in ("granite", "minicpm"):
+        keys |= {"embedding_scale": float(config.embedding_multiplier), "logit_scale": config.logits_scaling}
+        keys["residual_scale"] = config.residual_multiplier
+    if architecture == "minicpm" and rope["rope_type"] == "longrope":
+        keys["rope.scaling.type"] = "longrope"
     if architecture == "granite":
-        keys |= {"embedding_scale": config.embedding_multiplier, "attention.scale": config.attention_multiplier}
-        keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+        keys["attention.scale"] = config.attention_multiplier
+    if architecture == "mistral3":
+        keys |= {"rope.scaling.yarn_beta_fast": rope["beta_fast"], "rope.scaling.yarn_beta_slow": 1.0}
+        keys["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        keys["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if config.model_type == "olmo3" and rope["rope_type"] == "yarn":
         keys["rope.scaling.attn_factor"] = 0.1 * math.log(rope["factor"]) + 1
     writer = GGUFWriter(path, architecture)
@@ -226,6 +252,14 @@ def test_a_gemma_3_has_windows_in_the_layers_that_its_file_names(tmp_path: Path)
         assert ModelConfig.from_directory(file).windows == kinds
 
 
+def test_a_minicpm_file_of_2024_has_the_multipliers_of_then(tmp_path: Path) -> None:
+    """llama.cpp's converter wrote none: its code had those of the models of 1B and 2B."""
+    then = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+    model = make_family(tmp_path / "saved", ("minicpm", TIED | then), OWN_HEADS).model
+    absent = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"))
+    assert_answers_as(model, write(tmp_path / "model.gguf", model, changes=absent), **AS_NEAR)
+
+
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize(
     "name",
@@ -246,10 +280,10 @@ def test_the_end_of_a_turn_ends_an_answer(name: str, tmp_path: Path) -> None:
 
 
 OWN_ROPES = ["Phi-3 with longrope", "Phi-4-mini", "GLM-4 of 2025", "EXAONE 4", "EXAONE 4 without a window", "ERNIE 4.5"]
-READ_AGAIN = [*OWN_ROPES, "OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"]
+READ_AGAIN = [*OWN_ROPES, "Ministral 3", "OLMo 2", "OLMo 3", "Gemma", "Gemma 2", "Gemma 3"]
 
 
-@pytest.mark.parametrize("name", ["Granite 4", "Phi-3", "Granite", "SmolLM3", "Seed-OSS", *READ_AGAIN])
+@pytest.mark.parametrize("name", ["Granite 4", "Phi-3", "Granite", "MiniCPM4", "SmolLM3", "Seed-OSS", *READ_AGAIN])
 def test_so_does_the_directory_that_it_is_converted_to(name: str, tmp_path: Path) -> None:
     """The engine answers from it as transformers' model does, and transformers reads most of them again."""
     model = make(tmp_path, name)
@@ -265,7 +299,7 @@ def test_every_family_runs_from_a_file_of_some_architecture() -> None:
     tested = {model_type for model_type, _ in FAMILIES.values()}
     assert {family.model_type for family in ROWS} == tested | {"glm"}  # whose files are of "chatglm", and refused
     own = {family.model_type for family in ROWS if family.gguf is None} - {"llama", "glm"}
-    assert own == NAMES.keys() - {"gemma3_text"}
+    assert own == NAMES.keys() - {"gemma3_text", "ministral3"}
 
 
 REFUSED: list[tuple[str, str, Any, str]] = [
@@ -285,7 +319,8 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("Phi-3", "rope.scaling.attn_factor", 1.5, "attn_factor must be absent or 1, sinc"),
     ("Phi-3 with longrope", "rope.dimension_count", 8, "short_factor must be .* each of 4 pairs of channels; got"),
     ("Phi-3 with longrope", "rope.scaling.type", "linear", "type must be longrope or absent with rope_factors_long"),
-    ("Phi-3 with longrope", "rope.scaling.original_context_length", None, "original_context_length is missing"),
+    ("Ministral 3", "rope.scaling.original_context_length", None, "original_context_length is missing"),
+    ("MiniCPM", "logit_scale", 0.0, "minicpm: logit_scale must be a finite number above 0; got 0.0"),
     ("Granite 4", "attention.head_count_kv", [2, 0, 2], "head_count_kv must be a number, or a list"),  # of mamba
     ("Granite 4", "attention.head_count_kv", [0, 0, 0], "head_count_kv must be an integer from 1"),
     ("Granite 4", "expert_shared_feed_forward_length", 64, "must be absent, or feed_forward_length=80"),
@@ -307,8 +342,8 @@ def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> No
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    known = "one of ernie4_5, exaone, exaone4, gemma, gemma2, gemma3, glm4, granite, internlm2, llama, olmo2"
-    known += ", phi3, qwen2, qwen3, seed_oss, smollm3"
+    known = "one of ernie4_5, exaone, exaone4, gemma, gemma2, gemma3, glm4, granite, internlm2, llama, minicpm"
+    known += ", mistral3, olmo2, phi3, qwen2, qwen3, seed_oss, smollm3"
     others = r"\(Mistral and InternLM3 are llama, OLMo 3 is olmo2\)"
     with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'chatglm'"):
         Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)

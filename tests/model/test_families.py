@@ -30,7 +30,8 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 32}
 GRANITE = granite(attention=0.1, residual=0.25, logits=8.0)
 MODEL_TYPES = [
     *("llama", "ministral", "mistral", "qwen2", "seed_oss", "granite", "phi3", "internlm3", "exaone", "qwen3"),
-    *("smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "exaone4", "ernie4_5"),
+    *("ministral3", "smollm3", "olmo2", "olmo3"),
+    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "exaone4", "ernie4_5"),
 ]
 GRANITE_4 = "GraniteMoeHybridForCausalLM"
 DENSE: dict[str, Any] = {"num_local_experts": 0, "shared_intermediate_size": 60, "layer_types": ["attention"] * 2}
@@ -164,6 +165,9 @@ TWO_PARTS = {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_f
         (GRANITE_4, DENSE | {"num_local_experts": None}, "num_local_experts must be 0: experts are not .*; got None"),
         (GRANITE_4, DENSE | {"shared_intermediate_size": None}, "shared_intermediate_size is missing"),
         (GRANITE_4, DENSE | {"position_embedding_type": "alibi"}, "position_embedding_type must be"),
+        ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts must be 0 or absent: experts are not supp.*; got 8"),
+        ("MiniCPMForCausalLM", {"sparse_config": {}}, "sparse_config must be null or absent: attention is dense"),
+        ("MiniCPMForCausalLM", {"scale_depth": 0}, "scale_depth must be a finite number above 0; got 0"),
         ("Exaone4ForCausalLM", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be .*; got 'LLLG'"),
         ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": SLIDING}, "must be 'full_attention' for"),
         ("InternLM3ForCausalLM", {"qkv_bias": True}, "qkv_bias must be the same as mlp_bias=False; got True"),

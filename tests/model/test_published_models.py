@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import families  # noqa: F401  # registers MiniCPM in transformers
 import numpy as np
 import pytest
 import torch

@@ -248,7 +248,8 @@ def _run_layer(
 ) -> Tensor:
     """A layer's output; the name of the cache is another in transformers 5.24."""
     name = "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
-    return layer(hidden, attention_mask=mask, position_embeddings=rotation, **{name: cache})
+    places = torch.zeros(hidden.shape[:2])  # from which a Ministral 3 scales queries, beyond its trained length alone
+    return layer(hidden, attention_mask=mask, position_ids=places, position_embeddings=rotation, **{name: cache})
 
 
 def _logits(model: LlamaForCausalLM, hidden: Tensor) -> Tensor:

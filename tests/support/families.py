@@ -1,5 +1,6 @@
 """Tiny random models of each family by transformers' own classes, and whether an engine answers as they do."""
 
+import math
 from collections.abc import Container
 from copy import deepcopy
 from pathlib import Path
@@ -7,20 +8,53 @@ from typing import Any
 
 import torch
 from tiny_models import TINY, TinyLlama, random_prompts, save_random
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, PreTrainedModel
 from transformers_oracle import Answer, assert_same_tokens
 
 from d3engine import Engine, SamplingParams
+
+
+class MiniCPMConfig(GraniteConfig):
+    """transformers has no such class: a Granite, whose multipliers follow from MiniCPM's as in its authors' code."""
+
+    model_type = "minicpm"
+    tie_word_embeddings: bool = True
+    scale_emb: float | int = 1
+    scale_depth: float | int = 1
+    dim_model_base: float | int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.embedding_multiplier = self.scale_emb
+        self.attention_multiplier = (self.hidden_size // self.num_attention_heads) ** -0.5
+        self.residual_multiplier = self.scale_depth / math.sqrt(self.num_hidden_layers)
+        self.logits_scaling = self.hidden_size / self.dim_model_base
+
+
+class MiniCPMForCausalLM(GraniteForCausalLM):
+    config_class = MiniCPMConfig
+
+
+AutoConfig.register("minicpm", MiniCPMConfig)
+AutoModelForCausalLM.register(MiniCPMConfig, MiniCPMForCausalLM)
 
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
 """For families whose padding token would lie beyond the vocabulary of `TINY`."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+MUP: dict[str, Any] = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+MINISTRAL_3: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "rope_parameters": YARN
+    | {"original_max_position_embeddings": 512, "beta_fast": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    | {"llama_4_scaling_beta": 0.1},
+}
+"""Whose queries grow from position 512 on."""
 DENSE: dict[str, Any] = {"shared_intermediate_size": 80, "num_local_experts": 0, "mamba_n_heads": 4}
 DENSE |= {"position_embedding_type": "rope", "layer_types": ["full_attention"] * 3}
 """What makes a Granite 4 a model of attention and one MLP."""
 OWN_HEAD_DIM = (
-    *("seed_oss", "qwen3", "ministral", "gemma", "gemma2", "gemma3_text"),
+    *("seed_oss", "qwen3", "ministral", "ministral3", "gemma", "gemma2", "gemma3_text"),
     *("glm", "glm4", "ernie4_5", "exaone4"),
 )
 """Families whose config has a head_dim, whatever the hidden size."""
@@ -65,7 +99,7 @@ def assert_answers_as(
     transformers sees an answer in one pass: where each token is its choice after those before, so is the whole.
     Matrices of the engine are of a type in `held`.
     """
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=-1)
     options = {"dtype": "float32", "max_model_len": 512} | options
     with Engine(source, skip_tokenizer_init=True, **options) as engine:
         assert isinstance(engine.executor.model.weights.layers[0].qkv, held)

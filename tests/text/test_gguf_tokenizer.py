@@ -45,6 +45,11 @@ PUBLISHED: dict[str, tuple[tuple[str, ...], bool]] = {
         False,
     ),
     "gpt-4o": ((O200K,), False),
+    "deepseek-coder": (
+        ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
+        False,
+    ),
+    "minicpm5": ((r"\p{N}{1,3}", CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+" + REST), True),
     "glm4": ((CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,), False),
     "exaone4": ((GPT2,), False),
     "default": ((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False),
