@@ -9,14 +9,14 @@
 
 Each kernel of a step is compiled without a GPU. Its time is what its launch costs in a graph, and the longest of these:
 the bytes that it must read, over the device's copy rate, or less where too few of its loads are under way at once (the
-bytes in flight that its machine code keeps, over the latency of a load); the same with the rows of activations that
-each program reads, over the rate of the L2 cache; the instructions of its loop, over what a processor issues; and what
-tensor cores multiply. Where tokens are sampled it may be what programs add up in the L2 cache too, or the cycles of a
-program that has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What
-such models forget (ends of grids, kernels that fill their pipelines, the meeting of splits, limits that hinder
-each other, clocks that fall) makes devices slower than this: it is an upper bound, and the table has what others
-measured (`gpu/model_tables.py`). Nothing here was measured on a GPU of ours. `--of` compiles nothing: it draws what
-`--json` has written before.
+bytes in flight that its machine code keeps, over the latency of a load), and where a grid ends, with too few programs
+for all processors; the same with the rows of activations that each program reads, over the rate of the L2 cache; the
+instructions of its loop, over what a processor issues; and what tensor cores multiply. Behind attention the splits of a
+row meet. Where tokens are sampled it may be what programs add up in the L2 cache too, or the cycles of a program that
+has a row for itself. What is left to torch is taken to be as good as its bytes and products allow. What such models
+forget (limits that hinder each other, clocks that fall, the host) makes devices slower than this: it is an upper bound,
+and the table has what others measured (`gpu/model_tables.py`). Nothing here was measured on a GPU of ours. `--of`
+compiles nothing: it draws what `--json` has written before.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from typing import Any
 from benchmarks.gpu.model_tables import plot, show
 from benchmarks.gpu.step_work import PROBES, WEIGHT_BYTES, Step, Work, step_work
 from benchmarks.report import environment, tell
-from d3engine.kernels.machine_code import cycles_alone
+from d3engine.kernels.machine_code import cycles_alone, programs_a_processor
+from d3engine.kernels.target import PROCESSORS, TARGETS
 
 LAUNCH_US = 2.0
-"""Microseconds that a kernel costs in a graph beside its bytes."""
+"""Microseconds that a kernel costs in a graph beside its bytes: its node, its first loads and its last."""
+TURN_US = 0.5
+"""Of a program that puts together the parts of 16 splits: a load from L2 and the barriers behind it."""
 COPY_SHARE = 0.95
 """Of the copy rate that a kernel reads at, at best."""
 ISSUE_SHARE = 0.65
@@ -80,7 +83,10 @@ class Kernel:
     operation: str
     is_in_layer: bool
     num_bytes: float = 0.0
-    in_flight: float = 0.0  # 0: nothing that its time depends on
+    in_flight: float = 0.0  # with all programs that have a place; 0: nothing that its time depends on
+    pieces: int = 1  # of its work
+    places: int = 1  # for programs on a processor
+    turns: int = 0  # in which the splits of a row meet
     row_bytes: float = 0.0  # of activations, through the cache
     instructions: float = 0.0  # of warps
     products: float = 0.0  # operations on tensor cores
@@ -91,7 +97,7 @@ class Kernel:
         """The microseconds that each limit takes."""
         issued = device.processors * 4 * device.clock_ghz * 1e3 * ISSUE_SHARE
         return {
-            "memory": self.num_bytes / device.read_tbs(self.in_flight) / 1e6 if self.in_flight else 0.0,
+            "memory": self._memory_us(device) if self.in_flight else 0.0,
             "cache": (self.num_bytes + self.row_bytes) / device.cache_tbs / 1e6,
             "instructions": self.instructions / issued,
             "products": self.products / (device.tensor_tflops * TENSOR_SHARE) / 1e6,
@@ -99,9 +105,17 @@ class Kernel:
             "alone": self.alone / device.clock_ghz / 1e3,
         }
 
+    def _memory_us(self, device: Device) -> float:
+        """Of reading its bytes; the last pieces, fewer than there are places, have less under way together."""
+        places = device.processors * self.places
+        last = self.pieces % places
+        parts = [(self.pieces - last, 1.0), (last, last / places)]
+        rates = [(count / self.pieces, device.read_tbs(self.in_flight * share)) for count, share in parts if count]
+        return sum(self.num_bytes * share / rate / 1e6 for share, rate in rates)
+
     def microseconds(self, device: Device) -> float:
         """Its time on a device."""
-        return max(self.limits_us(device).values()) + LAUNCH_US
+        return max(self.limits_us(device).values()) + LAUNCH_US + TURN_US * self.turns
 
 
 def step_us(kernels: list[Kernel], device: Device, layers: int) -> float:
@@ -139,9 +153,16 @@ def _kernel(work: Work, arch: int) -> Kernel:
     if "BLOCK_T" in given:  # a product: each tile of rows makes floats of all weights, each of outputs reads the rows
         passes = launch.grid[0]
         row_bytes = 2.0 * math.prod(launch.grid[:2]) * given["BLOCK_T"] * given["K"]
+    programs = math.prod(launch.grid)
+    room = programs_a_processor(found["registers"], found["shared"], launch.num_warps, TARGETS[arch].shared_kib * 1024)
+    there = min(room, -(-programs // PROCESSORS))  # for as many `needs` says what is under way
+    places = there if work.pieces else room
     return replace(
         kernel,
-        in_flight=found["in_flight"],
+        in_flight=found["in_flight"] * places / there,
+        pieces=work.pieces or programs,
+        places=places,
+        turns=work.turns,
         row_bytes=row_bytes,
         instructions=found["instructions"] * work.num_bytes * passes,
     )

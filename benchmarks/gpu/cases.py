@@ -115,7 +115,7 @@ def cases(shape: Shape, rows: int, current: Round) -> Iterator[Case]:
             rows * (2 * context * kv_size + 2 * q_size) * width,
             rotated="pool",
             prepare=lambda kernels, i, lengths=(context,) * rows: kernels.attention_inputs(  # type: ignore[misc]
-                list(range(rows + 1)), list(lengths), i["tables"]
+                list(range(rows + 1)), list(lengths), i["tables"].to(kernels.TABLE_DTYPE)
             )[0],
         )
     order = torch.randperm(pool.shape[0] * 2 * BLOCK_SIZE, device=current.device)[: 2 * rows]

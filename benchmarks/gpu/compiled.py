@@ -114,6 +114,9 @@ def _cases(current: Described) -> Iterator[tuple[Case, switches.Settings]]:
             yield from ((case, ()) for case in cases(shape, rows, current))
             for scheme in (*current.schemes, *blocks) if current.on_gpu else (*current.schemes[:1], *blocks):
                 yield from ((case, ()) for case in quantized_cases(shape, rows, current, scheme))
+    if current.on_gpu:  # what the sanitizer runs, under which nothing should be compiled
+        for rows in TINY[0].rows:
+            yield from ((case, ()) for case in cases(TINY[0], rows, current))
 
 
 def _described(case: Case, found: list[Any]) -> list[Any]:

@@ -30,6 +30,8 @@ class Work:
     products: float = 0.0
     additions: float = 0.0
     is_alone: bool = False  # whether one program does what there is to do for a row
+    pieces: int = 0  # that its programs take one after another; 0: each has one
+    turns: int = 0  # in which the last program of a row puts together what the others have left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ _RESIDUAL = ("add", "arranged")
 
 def _attention(step: Step) -> Iterator[Work]:
     from d3engine.kernels.triton import launches
+    from d3engine.kernels.triton.attention_splits import MOST_SPLITS, PARTS_TOGETHER, SPLIT
     from d3engine.kernels.triton.paged_attention import AttentionInputs, attention_launches
 
     if step.is_prompt:
@@ -143,5 +146,7 @@ def _attention(step: Step) -> Iterator[Work]:
     tables = meta(batch, -(-context // shape.block_size), dtype=torch.int32)
     inputs = AttentionInputs(integers, integers[:batch], tables, integers[:1], context, 1, True)
     out = meta(batch, shape.num_heads * shape.head_dim, dtype=torch.bfloat16)
+    splits = min(MOST_SPLITS, -(-context // SPLIT))
+    pieces, turns = batch * shape.num_kv_heads * splits, -(-splits // PARTS_TOGETHER) if splits > 1 else 0
     for launch in attention_launches(out, queries, pool, inputs, shape.head_dim**-0.5)[1:]:  # the first is a step's
-        yield Work("attention", launch, batch * context * entry if launch.streams else 0.0)
+        yield Work("attention", launch, batch * context * entry, pieces=pieces, turns=turns)

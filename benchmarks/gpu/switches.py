@@ -316,7 +316,9 @@ def _attention(shape: Shape, lengths: list[int], current: Round) -> Case:
         lambda kernels, i, inputs: kernels.paged_attention(i["queries"], i["pool"], inputs, shape.channels**-0.5),
         (sum(lengths) * shape.kv_heads + rows * shape.heads) * 2 * shape.channels * pool.element_size(),
         rotated="pool",
-        prepare=lambda kernels, i: kernels.attention_inputs(list(range(rows + 1)), lengths, i["tables"])[0],
+        prepare=lambda kernels, i: kernels.attention_inputs(
+            list(range(rows + 1)), lengths, i["tables"].to(kernels.TABLE_DTYPE)
+        )[0],
     )
 
 

@@ -73,7 +73,8 @@ class Engine(Chats, EngineProperties):
             self._requests = NewRequests(settings, self.tokenizer, self.bridges, self.adapters)
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
             if settings.warms_up:
-                warm_up(self.executor, settings.scheduler_config, block_size=settings.block_size)
+                loaded = self.adapters.of_each_kind()
+                warm_up(self.executor, settings.scheduler_config, block_size=settings.block_size, adapters=loaded)
             self._prefix_file = PrefixFile.of(settings, self.executor.stats.executor)
             if self._prefix_file is not None:
                 self._prefix_file.read(self.scheduler.prefix_cache, self.executor.pool)

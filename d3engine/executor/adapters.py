@@ -61,6 +61,11 @@ class AdapterStore:
         with self._lock:
             return sum(adapter.nbytes for adapter in self._by_name.values())
 
+    def of_each_kind(self) -> list[Adapter]:
+        """One adapter of those that are loaded for each set of matrices that have maps."""
+        with self._lock:
+            return list({adapter.matrices: adapter for adapter in self._by_name.values()}.values())
+
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Load an adapter to stay until `unload`; raises `InvalidValueError` for a name that is taken."""
         require_name("lora_name", name)

@@ -467,7 +467,7 @@ def launches(shape: ModelShape, dtype: torch.dtype) -> Iterator[tuple[str, Launc
             inputs = AttentionInputs(
                 query_starts=meta(chunks + 1, dtype=torch.int32),
                 kv_lengths=meta(chunks, dtype=torch.int32),
-                block_tables=meta(chunks, length // block_size, dtype=torch.int64),
+                block_tables=meta(chunks, length // block_size, dtype=TABLE_DTYPE),
                 num_rows=meta(1, dtype=torch.int32),
                 max_kv_length=length,
                 max_chunk_rows=rows,

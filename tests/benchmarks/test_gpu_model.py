@@ -1,6 +1,7 @@
 """The model of a GPU's step adds up what its kernels read; here no kernel is compiled."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from benchmarks import gpu_model
 from benchmarks.gpu.model_tables import published_shares
 from benchmarks.gpu.step_work import Step, step_work
-from benchmarks.gpu_model import DEVICES, kernels_of_step, limit_us, report_of, step_us
+from benchmarks.gpu_model import DEVICES, TURN_US, Kernel, kernels_of_step, limit_us, report_of, step_us
 from d3engine.kernels import ahead_of_time
 from d3engine.kernels.triton.launches import SHAPES
 
@@ -20,7 +21,7 @@ H200 = next(device for device in DEVICES if device.name == "H200")
 @pytest.fixture(autouse=True)
 def in_flight(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What every kernel has under way, and its instructions a byte: a test may change it."""
-    found = {"in_flight": 64 * 1024, "instructions": 0.01}
+    found = {"in_flight": 64 * 1024, "instructions": 0.01, "registers": 128, "shared": 0}
     monkeypatch.setattr(ahead_of_time, "needs", lambda launch, arch: found)
     monkeypatch.setattr(ahead_of_time, "machine_code_of", lambda launch, arch: "")
     return found
@@ -46,6 +47,30 @@ def test_fewer_bytes_in_flight_slow_a_step_below_the_limit(in_flight: dict[str, 
         assert limit_us(kernels, H200, 32) < times[-1]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.5 * times[1]  # waiting is nearly all of the time
+
+
+def test_end_of_a_grid_has_less_under_way() -> None:
+    """Programs behind the last full wave read at the rate of what they alone have under way."""
+    kernel = Kernel("gate_up", True, 1e9, 64 * 1024, pieces=2 * 132 * 4, places=4)
+    full = kernel.limits_us(H200)["memory"]
+    assert full == pytest.approx(1e3 / H200.read_tbs(64 * 1024))
+    half = replace(kernel, pieces=66, places=1).limits_us(H200)["memory"]
+    assert half == pytest.approx(1e3 / H200.read_tbs(32 * 1024))
+    one_more = replace(kernel, pieces=2 * 132 * 4 + 1).limits_us(H200)["memory"]
+    latency = H200.latency / H200.clock_ghz / 1e3
+    piece = 1e9 / (2 * 132 * 4 + 1)
+    alone = piece / (64 * 1024 / 4) * latency
+    assert one_more == pytest.approx(full * (1 - 1 / (2 * 132 * 4 + 1)) + alone, rel=0.01)
+
+
+@pytest.mark.parametrize(("context", "turns"), [(64, 0), (512, 1), (2048, 1), (8192, 4), (32768, 4)])
+def test_splits_of_a_long_row_meet_in_turns(context: int, turns: int) -> None:
+    """What its last program puts together comes on top of reading."""
+    kernels = kernels_of_step(Step(shape=SHAPES["llama3-8b"], batch=1, context=context), 90)
+    (attention,) = (kernel for kernel in kernels if kernel.operation == "attention")
+    assert attention.turns == turns
+    met = attention.microseconds(H200) - replace(attention, turns=0).microseconds(H200)
+    assert met == pytest.approx(turns * TURN_US)
 
 
 def test_many_instructions_a_byte_are_a_limit_of_their_own(in_flight: dict[str, float]) -> None:

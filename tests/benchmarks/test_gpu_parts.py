@@ -16,6 +16,7 @@ from benchmarks.gpu.cases import EPS, TINY, Case, Draw, cases, quantized_cases
 from benchmarks.gpu.common import Round
 from benchmarks.systems import prompts_for
 from d3engine.depth import D3
+from d3engine.engine import resolve
 from d3engine.kernels import reference
 from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 
@@ -179,6 +180,19 @@ def test_arrivals_are_timed_from_their_planned_moment(monkeypatch: pytest.Monkey
     assert all(len(output.outputs[0].token_ids) == arrival.tokens for arrival, output in watched.finished)
     assert found["first_token_s"]["median"] > 0
     assert found["mean_layers"] < 8
+
+
+def test_arrivals_wait_for_no_capture_while_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All graphs of both policies and every batch size are there before the first run."""
+    monkeypatch.setattr(resolve, "executor_for", lambda *_: "graphs")
+    set_clock(monkeypatch)
+    report: dict[str, Any] = {}
+    arrivals.run(report, HERE)
+    captured = {row["graphs"][when]["graphs_captured"] for row in report["rows"] for when in ("before", "after")}
+    assert len(captured) == 1
+    assert captured != {0}
+    depths = end_to_end.BBH.schedule(32).depths(2 * arrivals.CAPTURED_TOKENS).tolist()
+    assert len(set(depths[arrivals.CAPTURED_TOKENS - 1 :])) == 1
 
 
 def test_poisson_arrivals_come_at_their_rate() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import tools
+from benchmarks.gpu import compiled, tool_target, tools
+from benchmarks.gpu.cases import Case
 from benchmarks.gpu.common import Round
 from benchmarks.gpu.end_to_end import CHECKED_TOKENS, check
 from benchmarks.gpu.models import dequantized, new_engine, quantized, random_model
@@ -88,7 +89,10 @@ def test_a_part_whose_tool_is_absent_is_skipped_by_name(path: Path, monkeypatch:
         assert report == {"skipped": f"{name} is not on the path"}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
 def test_what_runs_under_the_tools_runs() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.tool_target", "layer"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -97,7 +101,7 @@ def test_what_runs_under_the_tools_runs() -> None:
     assert "done" in result.stdout
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_what_is_compiled_beforehand_is_not_compiled_again(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
@@ -106,6 +110,19 @@ def test_what_is_compiled_beforehand_is_not_compiled_again(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["before"] == found["after"] == found["launches"] == 4
+
+
+@needs_triton
+def test_operations_under_the_sanitizer_are_compiled_before(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
+    """Under the tool compiling would take the time of its checks."""
+    monkeypatch.setattr(compiled.switches, "questions", lambda _: [])
+    monkeypatch.setattr(compiled, "SHAPES", ())
+    on_gpu = compiled.Described(torch.device("meta"), False, 1e6)
+    described = [(case.operation, case.bytes_moved) for case, _ in compiled._cases(on_gpu)]
+    monkeypatch.setattr(Case, "results", lambda case, *_: ran.append((case.operation, case.bytes_moved)))
+    ran: list[tuple[str, int]] = []
+    assert tool_target.operations(on_gpu) == len(ran) > 20
+    assert described == ran
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -3,6 +3,7 @@ Triton's interpreter does not know PTX, so nothing else runs it where there is n
 
 import re
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from d3engine.kernels.triton import small_values
+from d3engine.kernels.triton import block_values, small_values
+from d3engine.kernels.triton.launches import BLOCKS
 
 BYTES = torch.arange(256)
 WORDS = BYTES | BYTES.roll(-64) << 8 | BYTES.roll(-128) << 16 | BYTES.roll(-192) << 24  # every byte in every place
@@ -94,3 +96,18 @@ def test_every_value_of_a_byte_becomes_the_same_float(kind: str, form: str, dtyp
             assert torch.equal(found[finite], wanted[finite])
             assert torch.equal(found[finite].signbit(), wanted[finite].signbit())
             assert form == "BF16" or torch.equal(found.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("type_name", [name for name in BLOCKS if block_values._fifth_word(name) < 0])
+def test_every_code_of_a_block_becomes_its_float(type_name: str) -> None:
+    """2^23 and the code: with its further bits, and what is signed as if it had an offset."""
+    further = WORDS.roll(37)
+    runs, mask = block_values.runs_of(type_name), block_values._more_mask(type_name)
+    for tile, nth in product(range(block_values.tiles_of(type_name, 256)), range(runs)):
+        of_block = block_values.run_column(type_name, tile, nth) % 256 // 32
+        place = block_values._more_place(type_name, of_block)
+        done = run(block_values._to_floats(type_name, nth, place), {"$4": WORDS, "$5": further})
+        for byte in range(4):
+            stored, more = WORDS >> 8 * byte & 255, further >> 8 * byte & 255
+            code = stored >> 4 * nth & 15 if runs == 2 else stored ^ (128 if type_name == "Q8_0" else 0)
+            assert torch.equal(done[f"${byte}"], 0x4B000000 | code | (more >> place & mask) << 4)

@@ -2,6 +2,7 @@
 Memory from `torch.empty` is filled with NaN here, so that a value which was not written shows."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from d3engine.kernels.matrices import Weight
 from d3engine.kernels.quantized import GROUP, Fp8Weight, Int4Weight, Int8Weight
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.split_blocks import SPLIT_TYPES, split_blocks, split_columns
-from d3engine.kernels.triton import batch_invariant, launches, products, unpack
+from d3engine.kernels.target import Target
+from d3engine.kernels.triton import batch_invariant, launches, product_kernels, products, unpack
 from d3engine.kernels.weight_format import WeightFormat
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
@@ -183,6 +185,62 @@ def test_a_row_of_int8_is_cut_finer_under_programmatic_launch(
     assert (tile.columns, tile.warps) == (512, 1)
     found = kernels.lm_head(hidden, norm, EPS, weight)
     assert_close(found, normed(hidden, norm) @ exact.t(), LIMITS[torch.float16])
+
+
+@pytest.fixture
+def waits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels run as under programmatic launch, and each program that waits leaves a number here."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU tests/gpu compares both ways")
+    found: list[int] = []
+    # The interpreter runs one kernel after another, so that waiting is nothing.
+    monkeypatch.setattr(product_kernels, "gdc_launch_dependents", lambda: None)
+    monkeypatch.setattr(product_kernels, "gdc_wait", lambda: found.append(1))
+    for_target = launches.Launch.for_target
+
+    def early(launch: launches.Launch, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+        arguments, options = for_target(launch, target)
+        return arguments | {"PDL": True}, options
+
+    monkeypatch.setattr(launches.Launch, "for_target", early)
+    monkeypatch.setattr(launches, "PROGRAMMATIC", True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "dtype"),
+    [
+        *product(("floats", *KINDS), (1, 5, 20), [torch.float16]),
+        *product(["Q4_K"], (9, 20), [torch.float16]),
+        ("floats", 5, torch.float32),
+        ("int4", 5, torch.bfloat16),
+    ],
+)
+def test_weights_loaded_before_a_wait_count_once(
+    kind: str, rows: int, dtype: torch.dtype, waits: list[int], randn: Randn, device: torch.device
+) -> None:
+    """Under programmatic launch a product takes its first step in front of its loop, in every operation."""
+    heads, channels, outputs = 3, 16, 80
+    columns = 1024 if kind in SPLIT_TYPES else 1000
+    if kind == "floats":
+        weight: Weight = randn(outputs, columns, dtype=dtype, scale=0.1)
+        exact = weight.double()  # type: ignore[union-attr]
+    else:
+        weight, exact = random_weight(kind, outputs, columns, device)
+    hidden, norm = randn(rows, columns, dtype=dtype), randn(columns, dtype=dtype)
+    limit = limit_of(kind, dtype, rows)
+    projected = normed(hidden, norm) @ exact.t()
+    assert_close(kernels.lm_head(hidden, norm, EPS, weight), projected, limit)
+    gate, up = projected.chunk(2, dim=1)
+    assert_close(kernels.gate_up(hidden, norm, EPS, weight, None), torch.nn.functional.silu(gate) * up, 4 * limit)
+    rotations, pool, entries = qkv_targets(rows, 1, channels, dtype, randn)
+    queries = kernels.qkv(hidden, norm, EPS, weight, None, rotations, pool, entries, heads)
+    assert_heads(queries, pool, entries, heads_of(projected, rotations, heads, 1), 3 * limit)
+    residual = randn(rows, outputs, dtype=dtype)
+    expected = residual.double() + hidden.double() @ exact.t()
+    kernels.linear_residual(hidden, weight, None, residual)
+    assert_close(residual, expected, limit)
+    assert waits
 
 
 @pytest.mark.parametrize(

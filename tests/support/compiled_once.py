@@ -1,6 +1,6 @@
 """A program that prints how many kernels an engine's start loads, and which later steps load further ones.
 Kernels are compiled for a GPU that is not there, and a driver counts what it is given to load; nothing is computed.
-Arguments: the directory of a model, what `warm_up` is, and the directory of a draft model, if any."""
+Arguments: the directory of a model, what `warm_up` is, and those of a draft model and of an adapter, "" for none."""
 
 import json
 import sys
@@ -29,12 +29,12 @@ resolve.resolve_backend = lambda *given: "triton"
 EngineSettings.warms_up = property(lambda settings: settings.warm_up)  # type: ignore[assignment]
 
 MOST = 80
-_, target, warm_up, *draft = sys.argv
+_, target, warm_up, draft, adapter = sys.argv
 config = ModelConfig.from_directory(Path(target))
 engine = Engine(
     target,
     weights=random_weights(config, dtype=torch.bfloat16, device="cpu", seed=3),
-    depth=Speculative(draft[0], 3) if draft else D3(0.5, 0.5),
+    depth=Speculative(draft, 3) if draft else D3(0.5, 0.5),
     dtype="bfloat16",
     max_num_seqs=4,
     max_num_batched_tokens=MOST,
@@ -42,15 +42,18 @@ engine = Engine(
     device="cpu",
     skip_tokenizer_init=True,
     warm_up=json.loads(warm_up),
+    lora_modules={"own": adapter} if adapter else None,
 )
 utils = absent._Driver.utils
 at_start = utils.loaded
 ways = [SamplingParams(temperature=0), SamplingParams(temperature=1), SamplingParams(temperature=1, top_p=0.9)]
+ways.append(SamplingParams(temperature=1, top_p=0.9, repetition_penalty=1.1))
 batches = [[rows] for rows in range(1, MOST + 1)] + [[1, 2], [1, 1, 1], [3, 70, 1, 9], [90, 5], [20, 20, 20, 20]]
 later = {}
+own = "own" if adapter else None
 for nth, lengths in enumerate(batches):
     before = utils.loaded
-    engine.generate([[1] * length for length in lengths], ways[nth % 3], use_tqdm=False)
+    engine.generate([[1] * length for length in lengths], ways[nth % 4], use_tqdm=False, lora_request=own)
     if utils.loaded > before:
         later[str(lengths)] = utils.loaded - before
 stats = engine.stats()

@@ -1,5 +1,6 @@
-"""A program that prints which compiled kernels of eager steps no graph has, and which no warm-up compiles.
-Nothing is compiled: launches are described on meta tensors, and their specializations compared."""
+"""A program that prints which compiled kernels of eager steps no graph has, which no warm-up compiles, and which of
+graphs `kernels/inspect.py` does not. None is compiled: launches are described on meta tensors, and what the compiler
+specializes on is compared."""
 
 import json
 from typing import Any
@@ -93,8 +94,10 @@ for launches.PROGRAMMATIC in (False, True):
             for rows in range(MOST_ROWS + 1, 1100, 7):
                 for starts in ([0, rows], [0, rows - 1, rows]):
                     asked |= variants(eager(shape, starts, weights))
+            known = variants([one for *_, one in launches.registered(shape, DTYPE, weights)])
             found[f"{shape.name} {weights} {launches.PROGRAMMATIC}"] = {
                 "graphs": len(held),
+                "not inspected": sorted(held - known),
                 "eager": len(in_graphs),
                 "in no graph": sorted(in_graphs - held),
                 "not warmed up": sorted(asked - warmed),
