@@ -105,13 +105,13 @@ def measure_llama_cpp(settings: Settings) -> dict[str, float]:
 
 
 def measure_transformers(settings: Settings) -> dict[str, float]:
-    """The same of transformers, which holds the file's numbers in bfloat16, and chooses its tokens."""
+    """The same of transformers, in float32; it chooses its tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(settings.threads)
     begun, file = time.perf_counter(), Path(settings.model)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     found = {"load": time.perf_counter() - begun}
 
     def answer(rows: int, context: int, tokens: int) -> float:
@@ -227,8 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = Parser("gguf_file", __doc__, words, Settings)
     parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
-    more = "also transformers, which takes memory for the numbers in bfloat16"
-    parser.add_argument("--with-transformers", action="store_true", help=more)
+    parser.add_argument("--with-transformers", action="store_true", help="also transformers")
     parser.add_argument("--without", nargs="*", default=[], choices=list(_SYSTEMS), help="systems that are left out")
     options = parser.given()
     settings = settings_of(Settings, options)
