@@ -1,6 +1,6 @@
 # d3engine for CPUs: `docker build --tag d3engine .`, then
 # `docker run --rm -p 8000:8000 -v d3engine-models:/models d3engine serve qwen2.5-coder-1.5b --host 0.0.0.0 --api-key KEY`.
-# --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 takes PyTorch for NVIDIA GPUs (and `--gpus all` to run).
+# --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 takes PyTorch for NVIDIA GPUs (and `--gpus all` to run).
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

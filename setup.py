@@ -9,6 +9,7 @@ no C++ compiler the install goes on without it.
 """
 
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -22,6 +23,22 @@ NATIVE = Path("kernels/native")
 PAGE = Path("d3engine/server/page")
 build = runpy.run_path(str(NATIVE / "build.py"))
 page = runpy.run_path("d3engine/server/page_libraries.py")
+
+
+def address():
+    """That of the repository, where GitHub builds; a checkout knows none."""
+    server, name = (os.environ.get(f"GITHUB_{part}") for part in ("SERVER_URL", "REPOSITORY"))
+    return f"{server}/{name}" if server and name else None
+
+
+def description():
+    """The README, whose links and images lead to the repository where its address is known: an index shows no files."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if address() is None:
+        return text
+    place = f"{address()}/{{}}/{os.environ['GITHUB_REF_NAME']}/"
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\g<1>{place.format('raw')}", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{place.format('blob')}", text)
 
 
 class BuildNative(build_ext):
@@ -76,6 +93,9 @@ for folder in TOP_LEVEL:
     packages.extend(f"d3engine.{folder}.{name}" for name in find_packages(folder))
 
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    project_urls={"Repository": address(), "Issues": f"{address()}/issues"} if address() else {},
     packages=packages,
     package_dir={"d3engine": "d3engine"} | {f"d3engine.{folder}": folder for folder in TOP_LEVEL},
     ext_modules=[

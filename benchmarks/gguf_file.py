@@ -1,7 +1,8 @@
 """A GGUF file as it is, here and in llama.cpp with its own defaults: tokens a second, prompts, loading, memory.
 
-Both take turns, each round in a new process, so that loading and memory are its own. Answers have a fixed length, and
-no text is made; llama.cpp chooses no token. The reading rate is of a copy of the file's bytes: the bound of one row.
+Both take turns, and transformers if asked for, each round in a new process, so that loading and memory are its own.
+Answers have a fixed length, and no text is made; llama.cpp chooses no token. The reading rate is of a copy of the
+file's bytes: the bound of one row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from benchmarks.children import checkout_environment
 from benchmarks.report import Parser, interval, option, print_table, settings_of
 from d3engine.utils.children import python_command
 
-OURS, EXACT, LLAMA_CPP = "d3engine", "d3engine, float32 activations", "llama.cpp"
+OURS, EXACT = "d3engine", "d3engine, float32 activations"
+LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,26 @@ def measure_llama_cpp(settings: Settings) -> dict[str, float]:
     return found | {"bytes": _resident()}
 
 
+def measure_transformers(settings: Settings) -> dict[str, float]:
+    """The same of transformers, in float32; it chooses its tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(settings.threads)
+    begun, file = time.perf_counter(), Path(settings.model)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    found = {"load": time.perf_counter() - begun}
+
+    def answer(rows: int, context: int, tokens: int) -> float:
+        ids = torch.tensor([tokens_of(context, nth) for nth in range(rows)])
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, repetition_penalty=1.0, **lengths)
+        return time.perf_counter() - start
+
+    return found | _measured(settings, answer) | {"bytes": _resident()}
+
+
 def _measured(settings: Settings, answer: Callable[[int, int, int], float]) -> dict[str, float]:
     """Tokens a second by rows, and seconds by the length of a prompt, each after one run that is not timed."""
     found = {}
@@ -138,6 +160,7 @@ _SYSTEMS: dict[str, Callable[[Settings], dict[str, float]]] = {
     OURS: lambda settings: measure_ours(settings, "auto"),
     EXACT: lambda settings: measure_ours(settings, "float32"),
     LLAMA_CPP: measure_llama_cpp,
+    TRANSFORMERS: measure_transformers,
 }
 
 
@@ -204,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = Parser("gguf_file", __doc__, words, Settings)
     parser.add_argument("--random", choices=list(SHAPES), help="make that file, of random weights in Q4_K_M, and end")
+    parser.add_argument("--with-transformers", action="store_true", help="also transformers")
     parser.add_argument("--without", nargs="*", default=[], choices=list(_SYSTEMS), help="systems that are left out")
     options = parser.given()
     settings = settings_of(Settings, options)
@@ -212,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.random is not None:
         write_random(SHAPES[options.random], Path(settings.model))
         return 0
-    report = measure(settings, [system for system in _SYSTEMS if system not in options.without])
+    left_out = [*options.without, *([] if options.with_transformers else [TRANSFORMERS])]
+    report = measure(settings, [system for system in _SYSTEMS if system not in left_out])
     parser.publish(report, show, width=150)
     return 0
 

@@ -446,16 +446,19 @@ def _window(found: Report) -> tuple[str, str, str]:
 
 
 def evaluation(name: str) -> Iterator[str]:
-    """What `d3engine eval --json` has found, by policy."""
+    """What `d3engine eval --json` has found, by policy; a bridge counts as the share of a layer that it is."""
     (found,) = run(name)["benchmarks"]
     rows = []
     for score in found["scores"]:
-        less = score["minus_first"]
+        less, layers = score["minus_first"], f"{score['realised_mean_layers_with_bridges']:.2f}"
         exact = f"{100 * score['exact_match']:.1f} % ({score['correct']})"
         minus = "" if less is None else points(less["difference"], less["interval"])
-        rows.append((depth(score["depth"]), exact, minus, f"{score['realised_mean_layers']:.2f}"))
-    layers = found["scores"][0]["num_layers"]
-    yield from table(("depth", "exact match", "minus full depth, points", f"layers of {layers}, realised"), rows)
+        same = ["" if less is None else str(score["same_answers"])] if "same_answers" in score else []
+        rows.append((depth(score["depth"]), exact, minus, layers, *same))
+    num_layers = found["scores"][0]["num_layers"]
+    header = ("depth", "exact match", "minus full depth, points", f"layers of {num_layers}, realised")
+    same = [f"same answer, of {found['problems']}"] if "same_answers" in found["scores"][0] else []
+    yield from table((*header, *same), rows)
 
 
 def by_task(name: str) -> Iterator[str]:

@@ -42,13 +42,37 @@ def build(kind: str, tmp_path: Path) -> str:
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
 
 
-def test_an_sdist_holds_all_that_the_native_library_is_built_of(tmp_path: Path) -> None:
-    build("sdist", tmp_path)
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
-        held = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tarfile.TarFile]:
+    """A source archive as GitHub builds it for a tag."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("SERVER_URL", "https://host"), ("REPOSITORY", "owner/name"), ("REF_NAME", "v1.2.3")):
+            patch.setenv(f"GITHUB_{name}", value)
+        build("sdist", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        yield archive
+
+
+def test_an_sdist_holds_all_that_the_native_library_is_built_of(sdist: tarfile.TarFile) -> None:
+    held = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
     needed = {Path("setup.py"), *(path.relative_to(ROOT) for path in (NATIVE / "build.py", *sources(NATIVE)))}
     assert needed <= held
     assert Path("kernels/native/libd3native.so") not in held  # which was built for this machine
+
+
+def test_metadata_of_a_tag_has_links_to_its_repository(sdist: tarfile.TarFile) -> None:
+    """A package index, which has none of the README's files, can show its images and links."""
+    (file,) = [name for name in sdist.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO")]
+    metadata = sdist.extractfile(file)
+    assert metadata is not None
+    text = metadata.read().decode()
+    assert "Project-URL: Repository, https://host/owner/name\n" in text
+    assert "](https://host/owner/name/raw/v1.2.3/docs/images/headline.png)" in text
+    assert "](https://host/owner/name/blob/v1.2.3/docs/tutorials/first-answer.md)" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_wheel_holds_model_and_page_and_warns_of_no_package(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections import Counter
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,19 @@ def test_eval_policies_run_in_order_compared_with_the_first(tmp_path: Path) -> N
     short = ("--limit", "2", "--max-tokens", "24", "--split", "validation", "--answers", str(tmp_path / "kept.jsonl"))
     baselines = ("--baselines", "--exit-questions", "1")
     found = scores_of(*policies, *baselines, "--tasks", "word-problems", *short)
-    kept = [json.loads(line)["policy"] for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    exits = Counter(policy for policy in kept if policy.startswith("Early exit"))
+    kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    exits = Counter(row["policy"] for row in kept if row["policy"].startswith("Early exit"))
     assert sorted(exits.values()) == [1] * (len(exits) - 1) + [2], "tried on one question, the one that is taken on two"
     names = [score["depth"]["policy"] for score in found["scores"]]
     assert names == ["d3", "skipdecode", "unified", "tail-skip", "full", "early-exit"]
     means = [score["nominal_mean_layers"] for score in found["scores"]]
     assert means[1:4] == pytest.approx([means[0]] * 3, abs=0.5)
     assert [score["minus_first"] is None for score in found["scores"]] == [True, False, False, False, False, False]
+    d3, skip_decode, full = (
+        [row["text"] for row in kept if row["policy"].startswith(name)] for name in ("D3", "SkipDecode", "Full depth")
+    )
+    same = [sum(map(eq, d3, texts)) for texts in (skip_decode, full)]
+    assert [found["scores"][nth]["same_answers"] for nth in (0, 1, 4)] == [None, *same]
     assert found["about"] == "validation split, seed 0"
 
 

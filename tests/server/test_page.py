@@ -11,7 +11,9 @@ from d3engine import AsyncEngine
 
 PAGE = (DOCS / "reference" / "server.md").read_text()
 OF_SERVER = [words for words in curls("reference/server.md") if "/v1/" in words[1] or "tokenize" in words[1]]
-OF_OTHERS = [words for page in ("how-to/embeddings.md", "how-to/from-ollama.md") for words in curls(page)]
+OF_OTHERS = [
+    words for page in ("how-to/embeddings.md", "how-to/from-ollama.md", "tutorials/serve.md") for words in curls(page)
+]
 
 
 def test_the_pages_have_a_command_for_each_route() -> None:
@@ -62,6 +64,12 @@ def test_the_pages_first_program_prints_what_it_says(url: str, capsys: pytest.Ca
     program = program_with("serve", {"http://127.0.0.1:8000": url}, page="reference/server.md")
     shown = run_program(program, 3, capsys)
     assert shown.endswith("#### 10")  # the stream's, which prints no line's end
+
+
+def test_the_tutorials_program_streams_an_answer(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the bundled model in place of the one that it names."""
+    named = {"http://127.0.0.1:8000": url, "qwen2.5-coder-0.5b": "demo"}
+    assert run_program(program_with("serve", named, page="tutorials/serve.md"), 0, capsys).strip()
 
 
 def test_tools_page_program_calls_and_sends_the_result_back(

@@ -42,8 +42,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Score(Cost):
-    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly,
-    and `verdicts[i]`, of answers that were measured, what became of it.
+    """How a policy did on some problems, and at what cost; `right[i]` says whether problem i was answered exactly;
+    of answers that were measured `texts[i]` is the answer and `verdicts[i]` what became of it.
 
     Of the `prompt_tokens` of all prompts `cached_tokens` came from the prefix cache, the rest was computed.
     """
@@ -52,6 +52,7 @@ class Score(Cost):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     verdicts: tuple[Verdict, ...] = ()
+    texts: tuple[str, ...] = ()
 
     @property
     def correct(self) -> int:
@@ -126,6 +127,7 @@ def measure(
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         verdicts=verdicts,
+        texts=tuple(answer.text for answer in answers),
     )
 
 
@@ -204,7 +206,7 @@ def measure_with_shared_prompts(
 
 
 def _joined(scores: Sequence[Score]) -> Score:
-    names = ("work", "unfinished", "seconds", "right", "prompt_tokens", "cached_tokens", "verdicts")
+    names = ("work", "unfinished", "seconds", "right", "prompt_tokens", "cached_tokens", "verdicts", "texts")
     return replace(scores[0], **{name: reduce(add, [getattr(score, name) for score in scores]) for name in names})
 
 

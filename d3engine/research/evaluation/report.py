@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from itertools import chain
+from operator import eq
 from textwrap import wrap
 from typing import Any
 
@@ -317,6 +318,7 @@ def _score_as_dict(benchmark: Benchmark, score: Score, first: Score | None) -> d
         "exact_match": score.accuracy,
         "interval_95": asdict(score.interval),
         "minus_first": asdict(compare(first, score)) if first else None,
+        "same_answers": sum(map(eq, first.texts, score.texts)) if first else None,
         "num_layers": score.num_layers,
         "nominal_mean_layers": score.nominal_mean_layers,
         "realised_mean_layers": score.realised_mean_layers,
