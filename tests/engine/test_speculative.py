@@ -14,7 +14,7 @@ from d3engine import Engine, FullDepth, PromptLookup, SamplingParams, Speculativ
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, ModelFormatError
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
@@ -50,6 +50,18 @@ def test_draft_model_that_does_not_fit_is_refused_by_name(
     params = SamplingParams(max_tokens=2, depth=Speculative(draft))
     with pytest.raises(InvalidValueError, match=r"^draft_model must be .*the engine's own draft model, None"):
         new_engine(target, FullDepth()).generate([1], params, use_tqdm=False)
+
+
+def test_a_policy_file_names_no_draft_model(target: TinyLlama, draft: str, tmp_path: Path) -> None:
+    """A d3.json cannot have a second model loaded; the engine's own argument can."""
+    directory = tmp_path / "model"
+    shutil.copytree(target.directory, directory)
+    (directory / "d3.json").write_text(json.dumps({"depth": Speculative(draft).describe()}))
+    own: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 80, "device": "cpu"}
+    with pytest.raises(ModelFormatError, match=r"d3\.json: draft_model must be absent there"):
+        Engine(directory, **own)
+    with Engine(directory, draft_model=draft, **own) as engine:
+        assert engine.depth == Speculative(draft)
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
