@@ -38,8 +38,8 @@ class Mean:
 
     @property
     def interval(self) -> str:
-        """ "90.1% to 92.3%", of a share."""
-        return f"{self.value - self.arm:.1%} to {self.value + self.arm:.1%}"
+        """ "90.1% to 92.3%", of a share; nothing where it is not known."""
+        return "" if isnan(self.arm) else f"{self.value - self.arm:.1%} to {self.value + self.arm:.1%}"
 
 
 @dataclass(frozen=True)
