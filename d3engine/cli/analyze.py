@@ -16,6 +16,7 @@ from d3engine.cli.commands import (
     print_json,
     print_table,
     printing_last,
+    showing_what_is_done,
     write_output,
 )
 from d3engine.cli.depth_options import Depth, number, takes_depth
@@ -63,7 +64,8 @@ def layers(
     """Which layers the model can spare, and from which step on: the next token's loss by every window of layers.
 
     Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
-    the next token's distribution is compared with full depth's: no task has to be solved.
+    the next token's distribution is compared with full depth's: no task has to be solved. Ctrl-C shows the texts that
+    are done.
     """
     from d3engine.research.analysis.layers import measure_layers, passes
     from d3engine.research.analysis.plots import plot_layers
@@ -79,10 +81,11 @@ def layers(
     longest = max(len(one.token_ids) for one in seen.answered)
     reached = [step for step in from_steps if step < longest] if steps is None else from_steps
     count = len(seen.answered) * passes(total, chosen, reached)
-    with counting("layers", "window", count) as progress:
-        result = measure_layers(seen.observer, seen.answered, chosen, reached, progress)
-    words = "loss of the next token by the window of layers skipped"
-    options.present(result, plot_layers, words, lambda: (result.table(), result.position_table()))
+    with showing_what_is_done() as gather:
+        with counting("layers", "window", count) as progress:
+            result = measure_layers(seen.observer, seen.answered, chosen, reached, progress, gather)
+        words = "loss of the next token by the window of layers skipped"
+        options.present(result, plot_layers, words, lambda: (result.table(), result.position_table()))
 
 
 @analysis(app, limit=50)

@@ -32,6 +32,7 @@ from d3engine.cli.commands import (
     print_table,
     print_tables,
     printing_last,
+    showing_what_is_done,
     write_output,
 )
 from d3engine.cli.depth_options import number, window_of
@@ -92,7 +93,7 @@ def chats_command(
 ) -> None:
     """Write questions that the model makes up, with its greedy answers to them at full depth: a text for --text.
 
-    What --task chat takes is the same, made anew by each command.
+    What --task chat takes is the same, made anew by each command. Ctrl-C writes those that are answered.
     """
     check_output("--out", out)
     require(out.suffix == ".jsonl", "--out", str(out), "a file whose name ends in .jsonl")
@@ -101,18 +102,23 @@ def chats_command(
 
     from d3engine.engine.engine import Engine
     from d3engine.research.analysis.answers import answer
-    from d3engine.research.bridges.own_answers import made_up_prompts
+    from d3engine.research.bridges.own_answers import made_up_batches
 
-    with Engine(model, depth=FullDepth(), **engine_arguments(model, engine_options)) as engine:
-        asked = made_up_prompts(engine, texts, 2 * engine_options.get("seed", 0))
-        prompts = [engine.chat_prompt([{"role": "user", "content": one}]) for one in asked]
-        answers = [one.text for one in answer(engine, prompts, max_tokens)]
-    lines = [
-        json.dumps({"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": text}]})
-        for one, text in zip(asked, answers, strict=True)
-    ]
-    write_output("--out", out, "\n".join(lines) + "\n")
-    note(f"{len(lines)} conversations written to {out}")
+    with showing_what_is_done() as gather:
+        with Engine(model, depth=FullDepth(), **engine_arguments(model, engine_options)) as engine:
+
+            def answered(asked: list[str]) -> list[str]:
+                turns = [{"role": "user", "content": one} for one in asked]
+                answers = answer(engine, [engine.chat_prompt([turn]) for turn in turns], max_tokens)
+                messages = [
+                    [turn, {"role": "assistant", "content": one.text}] for turn, one in zip(turns, answers, strict=True)
+                ]
+                return [json.dumps({"messages": own}) for own in messages]
+
+            batches = made_up_batches(engine, texts, 2 * engine_options.get("seed", 0))
+            lines = [line for batch in gather(map(answered, batches)) for line in batch]
+        write_output("--out", out, "\n".join(lines) + "\n")
+        note(f"{len(lines)} conversations written to {out}")
 
 
 app = new_app(help="Fit affine maps that stand in for skipped layers, and inspect them.", no_args_is_help=True)

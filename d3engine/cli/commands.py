@@ -68,6 +68,34 @@ def printing_last(show: Callable[[], None]) -> Iterator[None]:
         show()
 
 
+Gather: TypeAlias = Callable[[Iterable[Any]], list[Any]]
+
+
+@contextmanager
+def showing_what_is_done() -> Iterator[Gather]:
+    """Yields what gathers results until Ctrl-C: the block shows those that there are, and the command ends behind it.
+
+    Without a result Ctrl-C ends the command at once.
+    """
+    interrupted = False
+
+    def gather(results: Iterable[Any]) -> list[Any]:
+        nonlocal interrupted
+        found = []
+        try:
+            for one in results:
+                found.append(one)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            interrupted = True
+        return found
+
+    yield gather
+    if interrupted:
+        raise KeyboardInterrupt
+
+
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

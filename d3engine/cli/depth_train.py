@@ -23,6 +23,7 @@ from d3engine.cli.commands import (
     print_table,
     printing_last,
     show_report,
+    showing_what_is_done,
     write_output,
     writing,
 )
@@ -42,9 +43,10 @@ from d3engine.utils.files import sha256_of
 from d3engine.utils.progress import counting, progress_bar
 
 if TYPE_CHECKING:
+    from d3engine.research.bridges.own_answers import OwnComparison
     from d3engine.research.distillation.corpus import OwnAnswer
     from d3engine.research.distillation.passes import AnswerPass
-    from d3engine.research.distillation.training import Distillation, Shape
+    from d3engine.research.distillation.training import Distillation, Estimate, Shape
 
 app = new_app(help="Distil students for generated tokens, and judge policies on own answers.", no_args_is_help=True)
 
@@ -120,6 +122,7 @@ def answers_command(
     from d3engine.depth import FullDepth
     from d3engine.engine.engine import Engine
     from d3engine.model.expected_tensors import fingerprint
+    from d3engine.research.evaluation.baselines import bridge_hashes, open_bridges
 
     seed = engine_options.get("seed", 0)
     begun = time.monotonic()
@@ -136,8 +139,11 @@ def answers_command(
             )
             random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
         else:
-            there = read_parts(prompts_of, name)
-            own, held_out = ([asked_again(one, depth or "full") for one in part] for part in there)
+            at = [depth or "full"]
+            if policy is not None:  # a student trained further has other answers
+                open_bridges(engine, [policy])
+                at += bridge_hashes(engine, [policy]).values()
+            own, held_out = ([asked_again(one, " ".join(at)) for one in part] for part in read_parts(prompts_of, name))
             own, held_out = own[:texts], held_out[:held_out_texts]
         asked = held_out + own
         with counting("answers", "text", len(asked)) as advance:
@@ -176,6 +182,9 @@ def train_command(
     minutes: Annotated[float | None, typer.Option("--minutes", help="Minutes of training at most.")] = None,
     texts: Annotated[int, typer.Option("--texts", help="Answers of a step.")] = 4,
     rows: Annotated[int, typer.Option("--rows", help="Positions of an answer that get logits.")] = 64,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="Train maps of this rank, added to each matrix, not whole matrices.")
+    ] = None,
     rate: Annotated[float, typer.Option("--rate", help="Adam's rate of the hidden steps; others have a tenth.")] = 3e-4,
     judge_every: Annotated[
         int, typer.Option("--judge-every", help="Steps from one point of the curve to the next.")
@@ -208,9 +217,17 @@ def train_command(
     if minutes is not None:
         require_number("--minutes", minutes, 0, 1e6, open_low=True)
     require_number("--rate", rate, 0, 1, open_low=True)
+    if rank is not None:
+        require_integer("--rank", rank, 1)
     for flag, value, least in (("--hidden-steps", hidden_steps, 0), ("--steps", steps, 0), ("--texts", texts, 1)):
         require_integer(flag, value, least)
-    for flag, value in (("--rows", rows), ("--judge-every", judge_every), ("--refit-texts", refit_texts)):
+    for flag, value in (
+        ("--rows", rows),
+        ("--judge-every", judge_every),
+        ("--refit-texts", refit_texts),
+        ("--answer-tokens", answer_tokens),
+        ("--curve-texts", curve_texts),
+    ):
         require_integer(flag, value, 1)
     if begin is not None:
         for flag, given in (("--window", window), ("--width", width)):
@@ -224,7 +241,7 @@ def train_command(
     from d3engine.research.bridges.fitting import text_hash
     from d3engine.research.distillation.training import Distillation, TrainingOptions, kept_shape, run_key, shape_of
 
-    options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens)
+    options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens, rank)
     run, fingerprint = _open(directory, threads, dtype)
     own, held_out = _read(answers, fingerprint, held_out_texts)
     beginning = target.with_name(f"{target.name}.begin")
@@ -281,6 +298,15 @@ def measure_command(
         list[int] | None,
         typer.Option("--windows", metavar="WIDTH", help="Also every window of WIDTH layers alone; may be repeated."),
     ] = None,
+    answered: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--answered",
+            metavar="FILE",
+            help="Also what depth answers --prompts-of ANSWERS --depth POLICY has written: what a policy answers "
+            "itself; may be repeated.",
+        ),
+    ] = None,
     answer_tokens: AnswerTokens = 128,
     held_out_texts: HeldOut = 32,
     threads: Threads = AUTO,
@@ -291,9 +317,10 @@ def measure_command(
     """Measure what policies, bridges and students lose against full depth where a token was generated.
 
     On the held-out answers, all of which are read as they stand: KL divergence and the same likeliest token, with 95 %
-    intervals over texts, by kind of text.
+    intervals over texts, by kind of text. Ctrl-C shows the texts that are done.
     """
     check_output("--report", report)
+    require_integer("--answer-tokens", answer_tokens, 1)
     directory = model_directory(model)
     run, fingerprint = _open(directory, threads, dtype)
     layers = run.config.num_layers
@@ -308,21 +335,25 @@ def measure_command(
         wanted += [Judgeable(f"[{first}, {stop})", window_schedule([(first, stop)], layers)) for first, stop in windows]
     require(len(wanted) > 0, "--depth", NOTHING, "given, or --windows")
     _, held_out = _read(answers, fingerprint, held_out_texts)
-    with counting("held out", "text", len(held_out)) as advance:
-        found = judge(run, held_out, wanted, answer_tokens, advance)
-    tables = [agreement_table(wanted, found, run.config, answer_tokens), position_table(wanted, found)]
-    described = {
-        "model": Path(model).name,
-        "texts": len(held_out),
-        "policies": [
-            {"policy": one.name, "layers_saved": one.saved(run.config, answer_tokens), **agreement.as_dict()}
-            | {"by_position": agreement.by_position()}
-            for one, agreement in zip(wanted, found, strict=True)
-        ],
-    }
-    with printing_last(partial(show_report, lambda: described, lambda: tables, as_json)):
-        if report is not None:
-            write_output("--report", report, json.dumps(described, indent=2) + "\n")
+    own = None if answered is None else _own_answers(answered, fingerprint, held_out)
+    with showing_what_is_done() as gather:
+        with counting("held out", "text", len(held_out)) as advance:
+            found = judge(run, held_out, wanted, answer_tokens, advance, gather)
+        tables = [agreement_table(wanted, found, run.config, answer_tokens), position_table(wanted, found)]
+        tables += [] if own is None else [own.table()]
+        described: dict[str, Any] = {
+            "model": Path(model).name,
+            "texts": len(found[0].texts),
+            "policies": [
+                {"policy": one.name, "layers_saved": one.saved(run.config, answer_tokens), **agreement.as_dict()}
+                | {"by_position": agreement.by_position()}
+                for one, agreement in zip(wanted, found, strict=True)
+            ],
+            **({} if own is None else {"own_answers": own.as_dict()}),
+        }
+        with printing_last(partial(show_report, lambda: described, lambda: tables, as_json)):
+            if report is not None:
+                write_output("--report", report, json.dumps(described, indent=2) + "\n")
 
 
 @app.command("inspect")
@@ -383,6 +414,20 @@ def _read(answers: Sequence[Path], fingerprint: str, held_out_texts: int) -> tup
     return [one for own, _ in parts for one in own], in_turns(parts[0][1])[:held_out_texts]
 
 
+def _own_answers(paths: Sequence[Path], fingerprint: str, held_out: Sequence[OwnAnswer]) -> OwnComparison:
+    """What the policies of these files answer to the held-out prompts that all of them have."""
+    from d3engine.research.bridges.own_answers import OwnAnswers, OwnComparison
+    from d3engine.research.distillation.corpus import read_corpus
+
+    found = {path: {tuple(one.prompt_ids): one.token_ids for one in read_corpus(path, fingerprint)} for path in paths}
+    asked = [one for one in held_out if all(tuple(one.prompt_ids) in by_prompt for by_prompt in found.values())]
+    require(len(asked) > 0, "--answered", [str(path) for path in paths], "files with answers to held-out prompts")
+    own = [
+        OwnAnswers(path.name, [by_prompt[tuple(one.prompt_ids)] for one in asked]) for path, by_prompt in found.items()
+    ]
+    return OwnComparison(OwnAnswers("full", [one.token_ids for one in asked]), own)
+
+
 def _shape(
     run: AnswerPass,
     window: str | None,
@@ -392,7 +437,7 @@ def _shape(
     texts: Sequence[OwnAnswer],
 ) -> Shape:
     """The student before it is trained."""
-    from d3engine.research.distillation.training import Shape, best_kept, narrowed_shape, window_shape
+    from d3engine.research.distillation.training import Shape, best_kept, estimate_widths, narrowed_shape, window_shape
 
     count = run.config.num_layers
     shape = Shape((), {})
@@ -412,6 +457,8 @@ def _shape(
     if width is None:
         return shape
     among = range(*(window_of("--narrowed", narrowed, count) if narrowed else (0, count)))
+    cost = _cost(estimate_widths(run, texts, len(among), width))
+    note(f"{len(texts)} answers order the neurons of {len(among)} layers and refit their down matrices; {cost}")
     with progress_bar("widths", "text", 0) as bar:
 
         def advance(passes: int) -> None:
@@ -428,11 +475,15 @@ def _tell(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[O
     """Memory and time, before any of it is taken."""
     from d3engine.research.distillation.training import estimate
 
-    found = estimate(training, own, held_out)
+    cost = _cost(estimate(training, own, held_out))
     tokens = sum(one.positions for one in own)
-    note(
-        f"{len(own)} answers of {tokens:,} tokens to train on; {training.shape.num_trained / 1e6:.1f} million numbers "
-        f"trained; about {max(0.1, found.gigabytes):.1f} GiB of memory, and {_in_words(found.seconds)} at the "
+    trained = f"{training.num_trained / 1e6:.1f} million numbers trained"
+    note(f"{len(own)} answers of {tokens:,} tokens to train on; {trained}; {cost}")
+
+
+def _cost(found: Estimate) -> str:
+    return (
+        f"about {max(0.1, found.gigabytes):.1f} GiB of memory, and {_in_words(found.seconds)} at the "
         f"{found.gigaflops:.0f} GFLOP/s that this machine gives just now."
     )
 

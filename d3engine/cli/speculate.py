@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from d3engine.cli.commands import AsJson, new_app, print_table, tell_verdict
-from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, takes_engine
+from d3engine.cli.commands import AsJson, check_output, new_app, note, print_table, tell_verdict, write_output
+from d3engine.cli.engine_options import COMPUTING, Model, Options, engine_arguments, model_directory, takes_engine
 from d3engine.depth.policy import MAX_DRAFT_LENGTH
 from d3engine.errors import integer_in, require, require_integer, require_number
+from d3engine.utils.files import beside
 from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -24,11 +27,6 @@ app = new_app(help="Find the drafts that pay for your prompts.", no_args_is_help
 MAX_LENGTHS = 8
 MAX_AT_ONCE = 256
 SHOWN_POSITIONS = 4
-
-
-@app.callback()
-def _speculate() -> None:
-    """Find the drafts that pay for your prompts."""
 
 
 @app.command("tune")
@@ -85,6 +83,48 @@ def tune_command(
             done=done,
         )
     tell_verdict(found, _print, as_json)
+
+
+@app.command("tokens")
+def tokens_command(
+    draft_model: Annotated[str, typer.Argument(metavar="DRAFT_MODEL", help="The draft model, named as MODEL is.")],
+    texts: Annotated[
+        list[Path],
+        typer.Option(
+            "--text",
+            help='Texts like your answers; may be repeated: plain text, or .jsonl with "text", "messages", or '
+            '"question" and "answer" on each line.',
+        ),
+    ],
+) -> None:
+    """Let a draft model propose the tokens that are frequent in your texts, by a file beside its weights.
+
+    A draft model of 65,536 tokens or more proposes 32,768 of them on a CPU: the frequent ones of English and code, or
+    those of this file.
+    """
+    from d3engine.engine.draft_model import DRAFT_TOKENS_FILE, DRAFT_VOCABULARY, head_tokens
+    from d3engine.model.config import ModelConfig
+    from d3engine.research.bridges.texts import TextReader
+    from d3engine.text.tokenizer import load_tokenizer
+
+    directory = model_directory(draft_model)
+    config = ModelConfig.from_directory(directory)
+    allowed = f"a model of {2 * DRAFT_VOCABULARY:,} tokens at least, since others propose all of theirs"
+    require(config.vocab_size >= 2 * DRAFT_VOCABULARY, "DRAFT_MODEL", draft_model, allowed)
+    target = beside(directory, DRAFT_TOKENS_FILE)
+    check_output("DRAFT_MODEL", target)
+    reader = TextReader(directory, load_tokenizer(directory), sys.maxsize)
+    counts = Counter(token for path in texts for line in reader.lines(path, "--text") for token in reader.encode(line))
+    require(counts.total() > 0, "--text", [str(path) for path in texts], "texts with tokens")
+
+    def share() -> str:
+        known = head_tokens(config, directory)
+        assert known is not None
+        return f"{sum(counts[token] for token in known.tolist()) / counts.total():.1%}"
+
+    before = share()
+    write_output("DRAFT_MODEL", target, json.dumps([token for token, _ in counts.most_common(DRAFT_VOCABULARY)]))
+    note(f"{target} written; of the texts' tokens the draft model can propose {share()}, before {before}")
 
 
 def _read_lengths(given: str) -> list[int]:

@@ -6,7 +6,7 @@ import logging
 from functools import cached_property
 from pathlib import Path
 
-from d3engine.depth import NEVER, DepthPolicy
+from d3engine.depth import NEVER, DepthPolicy, Speculative
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import (
     BRIDGES,
@@ -92,15 +92,19 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
 
     Raises `ModelFormatError` where `d3.json` names the fingerprint of other weights, or other bridges than those beside
     it: what is safe for those says nothing of these, and a quiet fall to full depth would hide that the file is stale.
+    So does one that names files elsewhere, such as a draft model.
     """
     if isinstance(depth, DepthPolicy):
         return depth
     require(depth == "auto", "depth", depth, 'a DepthPolicy such as FullDepth(), or "auto"')
-    policy = policy_from_directory(directory)
+    policy, path = policy_from_directory(directory), beside(directory, POLICY_FILE)
     own = {getattr(one, BRIDGES, None) for one in (policy, getattr(policy, "draft", None))}
-    if own - {None, AUTO_BRIDGES}:  # the file may come from anywhere, and must not say which others are opened
-        path = beside(directory, POLICY_FILE)
+    # The file may come from anywhere, and must not say which others are opened.
+    if own - {None, AUTO_BRIDGES}:
         raise ModelFormatError(f'{path}: bridges must be "{AUTO_BRIDGES}" or absent there; got {policy.describe()}')
+    if isinstance(policy, Speculative):
+        allowed = "absent there, and given to the engine (--draft-model)"
+        raise ModelFormatError(f"{path}: draft_model must be {allowed}; got {policy.describe()}")
     calibrated = calibrated_for(directory)
     if calibrated is not None and calibrated != fingerprint(directory):
         raise ModelFormatError(
@@ -109,7 +113,6 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
         )
     if students := named_students(policy):
         if students != {AUTO_BRIDGES}:
-            path = beside(directory, POLICY_FILE)
             raise ModelFormatError(f'{path}: student must be "{AUTO_BRIDGES}" there; got {policy.describe()}')
         check_calibrated_with(directory, STUDENT)
     if AUTO_BRIDGES in own:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invoking import refused, report_of, succeed
+from invoking import invoke, refused, report_of, succeed
 
 from d3engine import Engine, SamplingParams
 from d3engine.cli.observing import questions_of
 from d3engine.engine.model_directory import model_directory
+from d3engine.research.analysis import layers
+from d3engine.research.analysis.answers import Answered
 from d3engine.research.analysis.kinds import SIDES
 from d3engine.research.evaluation.procedural import different_problems
 
@@ -122,6 +124,27 @@ def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
     least = min((one for one in report["windows"] if one["from_step"] == 4), key=lambda one: one["kl_nats"])
     row = next(row for row in cells(stdout) if row[:2] == ["4", "2"])
     assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_ctrl_c_shows_the_layers_of_measured_texts(done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends `analyze layers` with the report of the texts that are measured, if there are any."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Tom has 5 pens.\nAnn buys 3 cups.\nBen has 2 hats.\n")
+    words = ("layers", "demo", *SMALL[2:], "--width", "2", "--from-step", "1", "--prompts", str(prompts), "--limit")
+    wanted = run_json(*words, "2")
+    measured, heard = layers._of_text, list[Answered]()
+
+    def interrupted(observer: Any, one: Answered, *others: Any) -> Any:
+        if len(heard) == done:
+            raise KeyboardInterrupt
+        heard.append(one)
+        return measured(observer, one, *others)
+
+    monkeypatch.setattr(layers, "_of_text", interrupted)
+    result = invoke(["analyze", *words, "3", "--json"])
+    assert result.exit_code == 130
+    assert json.loads(result.stdout or "{}") == (wanted if done else {})
 
 
 def test_analyze_reference_answers_are_scored_as_the_models_own() -> None:

@@ -11,6 +11,8 @@ from invoking import invoke, refused, report_of, succeed
 from d3engine.cli.bridge import _key
 from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import read_bridges
+from d3engine.research.analysis import answers
+from d3engine.research.bridges import own_answers
 
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", str(2**24), "--texts", "6", "--held-out-texts", "2")
 
@@ -97,6 +99,27 @@ def test_bridge_chats_writes_conversations_that_fit_reads(tmp_path: Path) -> Non
     run("fit", "demo", *SMALL, *fit, "--even-if-worse")
     said = refused(["bridge", "chats", "demo", *few, "--out", str(tmp_path / "chats.txt")])
     assert re.search(r"--out must be a file whose name ends in \.jsonl", said)
+
+
+def test_ctrl_c_keeps_the_chats_that_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends `bridge chats` with a file of the conversations that are answered by then."""
+    monkeypatch.setattr(own_answers, "BATCH", 2)
+    whole, part = (tmp_path / f"{name}.jsonl" for name in ("whole", "part"))
+    few = ("chats", "demo", *SMALL[:4], "--texts", "6", "--max-tokens", "12", "--out")
+    run(*few, str(whole))
+    answer, batches = answers.answer, list[int]()
+
+    def interrupted(engine: Any, prompts: list[Any], max_tokens: int) -> Any:
+        if batches:
+            raise KeyboardInterrupt
+        batches.append(len(prompts))
+        return answer(engine, prompts, max_tokens)
+
+    monkeypatch.setattr(answers, "answer", interrupted)
+    assert invoke(["bridge", *few, str(part)]).exit_code == 130
+    kept = part.read_text().splitlines()
+    assert kept == whole.read_text().splitlines()[: len(kept)]
+    assert [len(kept)] == batches
 
 
 def test_bridge_windows_are_nested_measured_and_tuned(texts: Path, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from invoking import invoke, report_of, succeed
+from invoking import invoke, refused, report_of, succeed
 from tiny_models import TinyLlama
 
 from d3engine import D3, Distilled, Engine, FixedSkip, FullDepth, SamplingParams, Width
@@ -18,8 +19,9 @@ from d3engine.engine.model_directory import model_directory
 from d3engine.model.bridges import Bridge
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
-from d3engine.model.students import NEURONS, Student, read_student, write_student
+from d3engine.model.students import MATRICES, NEURONS, Student, read_student, write_student
 from d3engine.model.weights import load_weights
+from d3engine.research.analysis.answers import same_beginning
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
@@ -161,12 +163,27 @@ def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass
     assert found[1].positions() == 4 * (TOKENS - 1)
 
 
+def test_low_rank_training_changes_matrices_by_that_rank(run: AnswerPass, texts: list[OwnAnswer]) -> None:
+    """Maps of rank 2 bring two kept layers nearer to the window, with a small part of the numbers."""
+    shape = window_shape(run, 2, 5, [2, 4])
+    options = TrainingOptions(hidden_steps=60, rate=3e-2, judge_every=60)
+    whole, training = Distillation(run, shape, options), Distillation(run, shape, replace(options, rank=2))
+    assert training.num_trained < whole.num_trained / 5
+    training.train(texts, texts[:4], None, "")
+    first, last = training.curve.points
+    assert last["kl"] < 0.9 * first["kl"]
+    for layer, named in training.tensors().items():
+        for name in MATRICES:
+            assert int(torch.linalg.matrix_rank(named[name] - shape.start[layer][name], rtol=1e-4)) == 2
+
+
+@pytest.mark.parametrize("rank", [None, 2])
 def test_a_run_that_was_cut_off_ends_as_one_that_was_not(
-    run: AnswerPass, texts: list[OwnAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int | None, run: AnswerPass, texts: list[OwnAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SAVE_EVERY", 3)
     shape = window_shape(run, 2, 4, [2])
-    options = TrainingOptions(hidden_steps=5, steps=6, rate=1e-2, rows=8, judge_every=4)
+    options = TrainingOptions(hidden_steps=5, steps=6, rate=1e-2, rows=8, judge_every=4, rank=rank)
 
     def trained(state: Path | None, steps_before_the_end: int | None) -> Distillation:
         training = Distillation(run, shape, options)
@@ -289,7 +306,8 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     words = ["depth", "train", "demo", "--answers", str(answers), "--window", "9:12", "--width", "0.5"]
     words += ["--narrowed", "12:16", "--hidden-steps", "4", "--steps", "3", "--judge-every", "3"]
     result = succeed([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
-    assert "GiB of memory" in result.stderr
+    told = ("order the neurons of 4 layers", "GiB of memory", "to train on")
+    assert sorted(map(result.stderr.index, told)) == list(map(result.stderr.index, told))
     assert "step 3 of 7: loss" in result.stderr
     found = json.loads(report.read_text())
     assert found["finished"]
@@ -338,12 +356,59 @@ def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) ->
         params = SamplingParams(temperature=0, max_tokens=20)
         outputs = engine.generate([{"prompt_token_ids": one.prompt_ids} for one in own], params, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == [one.token_ids for one in own]
+    measure = ["depth", "measure", "demo", "--answers", str(answers), "--depth", policy, "--answered", str(other)]
+    compared = report_of(measure)["own_answers"]
+    pairs = zip(*([one.token_ids[:32] for one in part if one.held_out][:4] for part in (own, full)), strict=True)
+    kept = [same_beginning(short, long) / len(long) for short, long in pairs]
+    found = [(one["policy"], one["kept_of_32"]) for one in compared["policies"]]
+    assert found == [("full", 1), ("other.jsonl", pytest.approx(sum(kept) / 4))]
+    assert compared["prompts"] == len(kept) == 4
     both = ["depth", "train", "demo", "--answers", str(answers), "--answers", str(other), "--begin", str(student)]
     result = succeed([*both, "--steps", "1", "--out", str(tmp_path / "more"), "--json"])
     assert "24 answers of" in result.stderr
     assert json.loads(result.stdout)["curve"][0]["agreement"] == pytest.approx(first["curve"][0]["agreement"], abs=0.02)
     refused = invoke(["depth", "answers", "demo", "--depth", policy, "--out", str(tmp_path / "no.jsonl")])
     assert "--prompts-of must be given beside --depth" in refused.stderr.replace("\n", " ")
+
+
+def test_ctrl_c_reports_the_texts_that_are_judged(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends `depth measure` with the report of the texts that every policy is judged on."""
+    report = tmp_path / "report.json"
+    words = ["depth", "measure", "demo", "--answers", str(answers), "--windows", "15", "--held-out-texts"]
+    wanted, judged, texts = report_of([*words, "2"]), AnswerPass.at_full_depth, list[Any]()
+
+    def interrupted(self: AnswerPass, *given: Any) -> Any:
+        if len(texts) == 2:
+            raise KeyboardInterrupt
+        texts.append(given)
+        return judged(self, *given)
+
+    monkeypatch.setattr(AnswerPass, "at_full_depth", interrupted)
+    result = invoke([*words, "6", "--report", str(report), "--json"])
+    assert result.exit_code == 130
+    assert wanted["texts"] == 2
+    assert json.loads(result.stdout) == json.loads(report.read_text()) == wanted
+
+
+def test_answers_of_another_length_are_not_mixed(answers: Path) -> None:
+    """A file of answers takes no answers of another --max-tokens, and says which it has."""
+    said = refused(["depth", "answers", "demo", "--out", str(answers), "--texts", "12", "--max-tokens", "30"])
+    assert "--max-tokens must be 24, as of the answers in" in said.replace("\n", " ")
+
+
+def test_a_student_trained_further_answers_anew(answers: Path, tmp_path: Path) -> None:
+    """The same prompts are asked again where the student's file has changed, and only there."""
+    student, other, lines = tmp_path / "student.safetensors", tmp_path / "other.jsonl", []
+    words = ["depth", "answers", "demo", "--prompts-of", str(answers), "--depth", f"distilled student={student}"]
+    words += ["--out", str(other), "--texts", "2", "--held-out-texts", "1", "--max-tokens", "8"]
+    for width in ("0.3", "0.5", None):
+        if width is not None:
+            succeed(["depth", "train", "demo", "--answers", str(answers), "--width", width, "--out", str(student)])
+        succeed(words)
+        lines.append(len(other.read_text().splitlines()))
+    assert lines == [1 + 3, 1 + 6, 1 + 6]
 
 
 def test_bridges_are_fitted_to_own_answers_and_measured(answers: Path, tmp_path: Path) -> None:
@@ -368,6 +433,8 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
         (["--window", "3:6", "--dtype", "int8"], "--dtype"),
         (["--window", "3:6", "--begin", "s"], "absent beside --begin"),
         (["--window", "3:6", "--narrowed", "1:2"], "absent without --width"),
+        (["--window", "3:6", "--rank", "0"], "--rank must be an integer of at least 1"),
+        (["--window", "3:6", "--answer-tokens", "0"], "--answer-tokens must be an integer of at least 1"),
     ):
         result = invoke([*base, *words])
         assert result.exit_code != 0

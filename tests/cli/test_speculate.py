@@ -1,6 +1,7 @@
 """`d3engine speculate tune`: every drafter answers the same prompts, and a token that one changes is found."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,13 @@ import pytest
 from invoking import invoke, refused, succeed
 
 from d3engine import Engine, PromptLookup
+from d3engine.engine.draft_model import DRAFT_TOKENS_FILE, DRAFT_VOCABULARY, head_tokens
+from d3engine.engine.model_directory import model_directory
+from d3engine.errors import ModelFormatError
+from d3engine.model.config import ModelConfig
 from d3engine.request.outputs import RequestOutput
 from d3engine.research.speculation import Candidate, Measured, TuneReport, candidates_of
+from d3engine.text.tokenizer import load_tokenizer
 
 FEW = ["--max-tokens", "24", "--threads", "1"]
 REPEATS = "Say it again: one two three four one two three four one two three"
@@ -84,6 +90,32 @@ def test_tune_best_is_equal_and_faster_than_both_plain_passes() -> None:
     assert replace(report, candidates=[slow]).best is plain  # it is faster than their mean alone
     assert replace(report, candidates=[slow, wrong, fast]).best is second
     assert not replace(report, candidates=[wrong]).holds
+
+
+def test_counted_tokens_are_proposed_before_the_first(tmp_path: Path) -> None:
+    """A draft model with a cut head proposes the frequent tokens of a text, and as many of the first ones as fit."""
+    shutil.copytree(model_directory("demo"), tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text()) | {"vocab_size": 70_000}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    own = ModelConfig.from_directory(tmp_path / "draft")
+    plain = head_tokens(own, tmp_path / "draft").tolist()
+    (tmp_path / "draft" / DRAFT_TOKENS_FILE).write_text("[60000, 5]")
+    counted = head_tokens(own, tmp_path / "draft").tolist()
+    assert set(counted) - set(plain) == set(range(60_000, 60_016))
+    assert counted == sorted(counted)
+    assert len(counted) == len(plain) >= DRAFT_VOCABULARY
+    assert len(counted) % 32 == 0
+    text = tmp_path / "text.txt"
+    text.write_text("Tom has 5 pens and 5 cups.")
+    result = succeed(["speculate", "tokens", str(tmp_path / "draft"), "--text", str(text)])
+    assert "can propose 100.0%, before 100.0%" in result.stderr.replace("\n", " ")
+    tokens = json.loads((tmp_path / "draft" / DRAFT_TOKENS_FILE).read_text())
+    assert sorted(tokens) == sorted(set(load_tokenizer(tmp_path / "draft").encode(text.read_text())))
+    (tmp_path / "draft" / DRAFT_TOKENS_FILE).write_text("[70000]")
+    with pytest.raises(ModelFormatError, match="must be a list of the model's token ids"):
+        head_tokens(own, tmp_path / "draft")
+    said = refused(["speculate", "tokens", "demo", "--text", str(text)])
+    assert "DRAFT_MODEL must be a model of 65,536 tokens at least" in said.replace("\n", " ")
 
 
 @pytest.mark.parametrize("given", ["", "0", "33", "2,2", "two", "1,2,3,4,5,6,7,8,9"])

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from fixture_types import MakeLlama
+from safetensors.torch import load_file, save_file
 from tiny_models import TARGET, TinyLlama, random_prompts
 
 from d3engine import Engine, FullDepth, PromptLookup, SamplingParams, Speculative
 from d3engine.cli.depth_options import parse_depth
 from d3engine.depth import policy_from_dict
 from d3engine.engine.model_directory import model_directory
-from d3engine.errors import InvalidValueError
+from d3engine.errors import InvalidValueError, ModelFormatError
 
 
 def new_engine(target: TinyLlama, depth: Any, **changes: Any) -> Engine:
@@ -50,6 +51,42 @@ def test_draft_model_that_does_not_fit_is_refused_by_name(
     params = SamplingParams(max_tokens=2, depth=Speculative(draft))
     with pytest.raises(InvalidValueError, match=r"^draft_model must be .*the engine's own draft model, None"):
         new_engine(target, FullDepth()).generate([1], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_draft_model_may_lack_the_last_tokens(
+    tiny_llama: MakeLlama, backend: str, tmp_path: Path, native_library: None
+) -> None:
+    """Small models of a family may have fewer rows of padding: drafts are of the tokens that both have."""
+    target = tiny_llama(**TARGET | {"vocab_size": 400})
+    shutil.copytree(target.directory, tmp_path / "draft")
+    config, weights = (tmp_path / "draft" / name for name in ("config.json", "model.safetensors"))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 396}))
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors = {name: one[:396].contiguous() if name in tables else one for name, one in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    prompts = [[399, *prompt] for prompt in random_prompts([5, 9, 3, 12], vocab_size=400)]
+    asked = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, allowed_token_ids=[1, 2, 3, 397, 399])
+    params = [replace(asked, temperature=temperature) for temperature in (0.0, 0.0, 1.0, 1.0)]
+    with new_engine(target, FullDepth(), backend=backend) as engine:
+        wanted = [one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)]
+    with new_engine(target, Speculative(str(tmp_path / "draft"), 3), backend=backend) as engine:
+        found = [one.outputs[0].token_ids for one in engine.generate(prompts, params, use_tqdm=False)]
+        assert engine.stats().accepted_tokens > 0
+    assert found == wanted
+    assert any(token >= 396 for answer in wanted for token in answer), "none that the draft model lacks"
+
+
+def test_a_policy_file_names_no_draft_model(target: TinyLlama, draft: str, tmp_path: Path) -> None:
+    """A d3.json cannot have a second model loaded; the engine's own argument can."""
+    directory = tmp_path / "model"
+    shutil.copytree(target.directory, directory)
+    (directory / "d3.json").write_text(json.dumps({"depth": Speculative(draft).describe()}))
+    own: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 80, "device": "cpu"}
+    with pytest.raises(ModelFormatError, match=r"d3\.json: draft_model must be absent there"):
+        Engine(directory, **own)
+    with Engine(directory, draft_model=draft, **own) as engine:
+        assert engine.depth == Speculative(draft)
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

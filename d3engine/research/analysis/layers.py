@@ -4,7 +4,7 @@ in a given text from some step on as D3 skips them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import atan, cos, isnan, pi, sin, sqrt
 from typing import Any
@@ -38,8 +38,8 @@ class Mean:
 
     @property
     def interval(self) -> str:
-        """ "90.1% to 92.3%", of a share."""
-        return f"{self.value - self.arm:.1%} to {self.value + self.arm:.1%}"
+        """ "90.1% to 92.3%", of a share; nothing where it is not known."""
+        return "" if isnan(self.arm) else f"{self.value - self.arm:.1%} to {self.value + self.arm:.1%}"
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,12 @@ def measure_layers(
     widths: Sequence[int],
     from_steps: Sequence[int],
     progress: Callable[[], None] = lambda: None,
+    gather: Callable[[Iterable[FloatArray]], list[FloatArray]] = list,
 ) -> LayerLoss:
     """Skip every window in every text; `progress` hears of each pass, of which there are `passes` for a text.
+
+    `gather` takes each text when it is measured, and may end before the last; steps that no text has reached by then
+    are left out.
 
     Raises `InvalidValueError` where no text reaches a step.
     """
@@ -176,10 +180,11 @@ def measure_layers(
     for step in from_steps:
         require_integer("from_steps", step, 1)
         require(step < longest, "--from-step", step, f"below {longest}, the tokens of the longest text")
-    loss = LayerLoss(num_layers, tuple(widths), tuple(from_steps), texts := [])
-    for one in answered:
-        texts.append(_of_text(observer, one, loss, progress))
-    return loss
+    loss = LayerLoss(num_layers, tuple(widths), tuple(from_steps), [])
+    ordered = sorted(answered, key=lambda one: len(one.token_ids) <= min(from_steps))  # what says nothing comes last
+    texts = gather(_of_text(observer, one, loss, progress) for one in ordered)
+    reached = [nth for nth, step in enumerate(from_steps) if any(step < text.shape[-1] for text in texts)]
+    return replace(loss, from_steps=tuple(from_steps[nth] for nth in reached), texts=[text[reached] for text in texts])
 
 
 def passes(num_layers: int, widths: Sequence[int], from_steps: Sequence[int]) -> int:

@@ -3,7 +3,7 @@ temperature 1 and answered at full depth (Xu et al. 2024, "Magpie")."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,18 @@ def made_up_prompts(engine: Engine, count: int, seed: int) -> list[str]:
 
     Raises `InvalidValueError` for a model without a chat template, and for one that ends no question.
     """
+    return [question for batch in made_up_batches(engine, count, seed) for question in batch]
+
+
+def made_up_batches(engine: Engine, count: int, seed: int) -> Iterator[list[str]]:
+    """As `made_up_prompts`, batch by batch."""
     head, tail = _around_a_question(engine)
     found: dict[str, None] = {}
     with progress_bar("questions made up", "question", count) as bar:
         for first in range(0, ATTEMPTS * count, BATCH):
             if len(found) >= count:
                 break
+            before = len(found)
             seeds = range(first, min(first + BATCH, ATTEMPTS * count))
             params = [
                 SamplingParams(
@@ -57,8 +63,9 @@ def made_up_prompts(engine: Engine, count: int, seed: int) -> list[str]:
                 if ended and text and text not in found:
                     found[text] = None
                     bar.update()
+            if len(found) > before:
+                yield list(found)[before:count]
     require(len(found) > 0, "--task", "chat", "that of a model which ends the questions that it makes up")
-    return list(found)[:count]
 
 
 def _around_a_question(engine: Engine) -> tuple[list[int], list[int]]:

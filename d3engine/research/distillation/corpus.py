@@ -133,7 +133,7 @@ def asked_of(engine: Engine, kind: str, prompt: str) -> Asked:
 
 
 def asked_again(answer: OwnAnswer, depth: str) -> Asked:
-    """The prompt of an answer, to be answered at another depth, in words."""
+    """The prompt of an answer, to be answered at another depth, in words that differ where its answers may."""
     return Asked(answer.kind, answer.held_out, _key(answer.key, depth), {"prompt_token_ids": answer.prompt_ids})
 
 
@@ -149,14 +149,15 @@ def add_answers(
     """Answer the prompts that the file does not have, and write the answers to its end; returns its generated tokens.
 
     Answers are at full depth, or at `depth`. `progress` is called for each text, those that were there already among
-    them. The engine may open the file of a student that `depth` names.
+    them. Raises `InvalidValueError` beside answers of another `max_tokens`.
     """
     from d3engine.request.params import SamplingParams
-    from d3engine.research.evaluation.baselines import open_bridges
 
     known: dict[str, OwnAnswer] = {}
-    if is_there(path) and _whole_lines(path):
+    if is_there(path) and (lines := _whole_lines(path)):
         known = {one.key: one for one in read_corpus(path, fingerprint)}
+        most = as_json(lines[0], path).get("max_tokens", max_tokens)
+        require(most == max_tokens, "--max-tokens", max_tokens, f"{most}, as of the answers in {path}")
     else:
         append_lines(path, [json.dumps({"fingerprint": fingerprint, "max_tokens": max_tokens})])
     total, left = 0, []
@@ -166,9 +167,7 @@ def add_answers(
             progress()
         else:
             left.append(question)
-    policy = depth or FullDepth()
-    open_bridges(engine, [policy])
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=policy)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=depth or FullDepth())
     for first in range(0, len(left), BATCH):
         batch = left[first : first + BATCH]
         lines = []

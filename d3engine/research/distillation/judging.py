@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
@@ -114,20 +114,27 @@ def judge(
     candidates: Sequence[Judgeable],
     most_tokens: int,
     progress: Callable[[], None] = lambda: None,
+    gather: Callable[[Iterable[list[FloatArray]]], list[list[FloatArray]]] = list,
 ) -> list[Agreement]:
-    """Judge every candidate on the first `most_tokens` tokens of each answer."""
-    found = [Agreement() for _ in candidates]
-    last = run.config.num_layers
-    for text in texts:
-        layers = {candidate.first for candidate in candidates}
+    """Judge every candidate on the first `most_tokens` tokens of each answer.
+
+    `gather` takes each text when all candidates are judged on it, and may end before the last.
+    """
+    layers, last = {candidate.first for candidate in candidates}, run.config.num_layers
+
+    def judged(text: OwnAnswer) -> list[FloatArray]:
         full = run.at_full_depth(text.prompt_ids, text.token_ids[: most_tokens + 1], layers)
         known = run.logits(full.states[last]).log_softmax(-1)
-        for one, candidate in zip(found, candidates, strict=True):
+        found = []
+        for candidate in candidates:
             parts: dict[str, Any] = {name: getattr(candidate, name) for name in ("first", "layers", "later", "bridges")}
             given = run.logits(run.run(full, candidate.schedule, **parts)).log_softmax(-1)
-            one.texts.append((text.kind, compared(known, given, torch.tensor(full.token_ids[1:]))[::2]))
+            found.append(compared(known, given, torch.tensor(full.token_ids[1:]))[::2])
         progress()
-    return found
+        return found
+
+    rows = list(zip(texts, gather(judged(text) for text in texts), strict=False))
+    return [Agreement([(text.kind, own[nth]) for text, own in rows]) for nth in range(len(candidates))]
 
 
 def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPolicy, fingerprint: str) -> Judgeable:

@@ -67,17 +67,14 @@ class Shape:
         """The layer behind the last that is not the model's own."""
         return max([*self.skip_layers, *self.start]) + 1
 
-    @property
-    def num_trained(self) -> int:
-        return sum(t.numel() for own in self.start.values() for name, t in own.items() if name != NEURONS)
-
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """`hidden_steps` with the loss of the state, then `steps` with that of the distribution, `texts` a step.
 
     `rate` is Adam's for the first, a tenth of it for the second; each rises over a twentieth of its steps, or ten, and
-    falls as a cosine to a tenth. `rows` positions of a text get logits.
+    falls as a cosine to a tenth. `rows` positions of a text get logits. With a `rank` maps of that rank are trained,
+    and added to the matrices as they begin.
     """
 
     hidden_steps: int = 0
@@ -88,6 +85,7 @@ class TrainingOptions:
     seed: int = 0
     judge_every: int = 100
     most_tokens: int = 256
+    rank: int | None = None
 
     @property
     def all_steps(self) -> int:
@@ -114,10 +112,8 @@ class Distillation:
     def __init__(self, run: AnswerPass, shape: Shape, options: TrainingOptions) -> None:
         self.run_pass, self.shape, self.options = run, shape, options
         self._schedule: Schedule = skipping(shape.skip_layers, run.config.num_layers)
-        self._trained = {
-            layer: {name: t.detach().float().clone().requires_grad_() for name, t in own.items() if name != NEURONS}
-            for layer, own in shape.start.items()
-        }
+        generator = torch.Generator().manual_seed(options.seed)
+        self._trained = {layer: _parameters(own, options.rank, generator) for layer, own in shape.start.items()}
         # The rows of gate and up that stay are the model's own where only the down matrix is trained.
         self._fixed: dict[int, dict[str, Tensor]] = {}
         for layer, own in shape.start.items():
@@ -136,16 +132,29 @@ class Distillation:
         """What the student's file holds, as it is now."""
         found: dict[int, dict[str, Tensor]] = {}
         for layer, own in self.shape.start.items():
-            trained = self._trained[layer]
-            found[layer] = {name: trained[name].detach().clone() if name in trained else t for name, t in own.items()}
+            whole = self._whole(layer)
+            found[layer] = {name: whole[name].detach().clone() if name in whole else t for name, t in own.items()}
         return found
 
     def layers(self) -> dict[int, LayerWeights]:
         """The student's layers, through which gradients go back into what is trained."""
         dtype = self.run_pass.weights.dtype
         return {
-            layer: replaced(self.run_pass.weights.layers[layer], {**self._fixed.get(layer, {}), **trained}, dtype)
-            for layer, trained in self._trained.items()
+            layer: replaced(self.run_pass.weights.layers[layer], self._fixed.get(layer, {}) | self._whole(layer), dtype)
+            for layer in self._trained
+        }
+
+    @property
+    def num_trained(self) -> int:
+        return sum(tensor.numel() for _, tensor in self._named())
+
+    def _whole(self, layer: int) -> dict[str, Tensor]:
+        """A layer's own floats as they are now."""
+        trained = self._trained[layer]
+        return {
+            name: trained[name] if name in trained else start + trained[f"{name}.up"] @ trained[f"{name}.down"]
+            for name, start in self.shape.start[layer].items()
+            if name != NEURONS
         }
 
     def judgeable(self, name: str) -> Judgeable:
@@ -237,11 +246,11 @@ class Distillation:
         total = 0.0
         chosen = self._chosen(number, len(texts))
         layers = self.layers()
-        for place in chosen:
+        for nth, place in enumerate(chosen, 1):
             full = self._full(texts[place])
             loss = self._state_loss(full, layers) if by_state else self._kl(full, layers, rng)
             # Each text's graph goes at once; that of the weights in the pass's dtype is walked for each of them.
-            (loss / len(chosen)).backward(retain_graph=place != chosen[-1])  # type: ignore[no-untyped-call]
+            (loss / len(chosen)).backward(retain_graph=nth < len(chosen))  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             self.curve.tokens += full.rows
         torch.nn.utils.clip_grad_norm_([tensor for _, tensor in self._named()], 1.0)
@@ -318,6 +327,20 @@ class Distillation:
             return curve, number - first if number > first else number
 
         self.curve = read_training(path, key, self._adam, self._named(), read) or self.curve
+
+
+def _parameters(own: Mapping[str, Tensor], rank: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+    """What is trained of a layer's own tensors, by name: whole ones, or maps `up` [rows, rank], `down` [rank, columns]
+    that begin as 0."""
+    found: dict[str, Tensor] = {}
+    for name, start in own.items():
+        if rank is not None and name in MATRICES:
+            rows, columns = start.shape
+            found[f"{name}.up"] = torch.zeros(rows, rank)
+            found[f"{name}.down"] = torch.randn(rank, columns, generator=generator) / math.sqrt(columns)
+        elif name != NEURONS:
+            found[name] = start.detach().float().clone()
+    return {name: tensor.requires_grad_() for name, tensor in found.items()}
 
 
 def window_shape(run: AnswerPass, first: int, stop: int, kept: Sequence[int]) -> Shape:
@@ -440,7 +463,25 @@ def estimate(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequenc
     weights = (config.num_layers * layer + 2 * head) * size
     logits = 5 * 4 * config.vocab_size * max(rows, answer)
     graph = answer * above * (4 * config.intermediate_size + 8 * config.hidden_size) * size
-    total = weights + held + shape.num_trained * (16 + size) + logits + graph
+    total = weights + held + training.num_trained * (16 + size) + logits + graph
+    return Estimate(flops / speed, total / 2**30, speed / 1e9)
+
+
+def estimate_widths(run: AnswerPass, texts: Sequence[OwnAnswer], num_layers: int, width: float) -> Estimate:
+    """The same of `narrowed_shape` for `num_layers` layers."""
+    config, count, size = run.config, len(texts), run.weights.dtype.itemsize
+    layer, head, hidden = config.layer_parameters, config.vocab_size * config.hidden_size, config.hidden_size
+    kept = width * config.intermediate_size
+    answer = sum(one.positions for one in texts) / count
+    whole = answer + sum(len(one.prompt_ids) for one in texts) / count
+    flops = 6 * min(count, SCORED_TEXTS) * (whole * config.num_layers * layer + answer * head)
+    flops += 2 * count * (whole + answer) * config.num_layers * layer
+    flops += num_layers * kept * (2 * count * answer * (kept + hidden) + kept * kept)
+    graph = whole * config.num_layers * (4 * config.intermediate_size + 8 * hidden) * size
+    scoring = graph + 3 * 4 * config.vocab_size * answer
+    refitting = count * ((whole + answer) * hidden + answer * kept) * size + 4 * kept * (3 * kept + num_layers * hidden)
+    total = (config.num_layers * layer + 2 * head) * size + max(scoring, refitting)
+    speed = _flops_a_second(run.weights.dtype, hidden, config.intermediate_size)
     return Estimate(flops / speed, total / 2**30, speed / 1e9)
 
 
