@@ -260,16 +260,11 @@ class AsyncEngine(EngineProperties):
                 raise
 
     async def wake_up(self) -> None:
-        """Load weights again, and adapters as they were before `sleep`. Idempotent; raises as `Engine` does."""
-        before = dict(self.lora_adapters)
-        if not await asyncio.get_running_loop().run_in_executor(None, self._wake_up):
-            return
-        for name, path in dict(self.lora_adapters).items():
-            if before.get(name) != path:
-                await self.unload_lora_adapter(name)
-        for name, path in before.items():
-            if name not in self.lora_adapters:
-                await self.load_lora_adapter(name, path)
+        """Load weights again, and adapters as they were before `sleep`. Idempotent; a call that is cancelled goes on.
+
+        Raises as `Engine` does. Where an adapter is no longer there, the engine is awake without it.
+        """
+        await asyncio.get_running_loop().run_in_executor(None, self._wake_up)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all shared prompt blocks; running requests keep theirs."""
@@ -361,18 +356,37 @@ class AsyncEngine(EngineProperties):
         collect_now()
         torch.cuda.empty_cache()  # what an engine on a thread has had of a GPU
 
-    def _wake_up(self) -> bool:
-        """Start the engine again; returns whether it slept."""
+    def _wake_up(self) -> None:
+        """Start the engine again, if it sleeps."""
         with self._changing:
             if self._last_stats is None or self._restart is None:
-                return False
+                return
             if not self._end.alive:
                 raise EngineClosedError("the engine is closed")
-            started = self._restart()
+            before, started = self.lora_adapters, self._restart()
             self._end.detach()
             self._attach(*started)
-            self._last_stats = None
-            return True
+            try:
+                self._restore_adapters(before)
+            finally:
+                self._last_stats = None
+
+    def _restore_adapters(self, wanted: Mapping[str, str]) -> None:
+        """Unload and load adapters until they are these. Raises the first fault when all have had their turn."""
+        adapters, faults = self._front.adapters, list[InvalidValueError]()
+        for name in [name for name, path in adapters.paths.items() if wanted.get(name) != path]:
+            adapters.unload(name)
+            if self.has_process:
+                self._dispatcher.ask_blocking("unload_lora_adapter", name)
+        for name in [name for name in wanted if name not in adapters.paths]:
+            try:
+                adapters.load(name, wanted[name])
+                if self.has_process:
+                    self._dispatcher.ask_blocking("load_lora_adapter", name, wanted[name])
+            except InvalidValueError as error:
+                faults.append(error)
+        if faults:
+            raise faults[0]
 
     def _check(self) -> None:
         """Raise what has ended the engine; one that sleeps still reads texts and templates."""

@@ -267,10 +267,5 @@ class SyncEngine:
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it began; asked between two steps."""
-        notifier = ThreadWaker()
-        slot = self._dispatcher.ask("stats", notifier)
-        try:
-            stats: EngineStats = notifier.take(slot)[0]
-        finally:
-            self._dispatcher.leave(slot.key)
+        stats: EngineStats = self._dispatcher.ask_blocking("stats")
         return stats

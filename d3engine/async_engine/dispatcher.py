@@ -283,6 +283,15 @@ class Dispatcher:
         self._open(slot, Ask(slot.key, method, arguments))
         return slot
 
+    def ask_blocking(self, method: str, *arguments: str) -> Any:
+        """The same, and block the thread for what it returns."""
+        notifier = ThreadWaker()
+        slot = self.ask(method, notifier, *arguments)
+        try:
+            return notifier.take(slot)[0]
+        finally:
+            self.leave(slot.key)
+
     def abort(self, request_id: str) -> None:
         self.check()
         self._send(Abort(request_id))

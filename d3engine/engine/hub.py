@@ -85,7 +85,7 @@ def _snapshot(wanted: Repository) -> Path:
     except Exception as error:  # its own errors, and those of an HTTP library, which is another one by its version
         return _downloaded_before(wanted, error)
     sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    parts = _gguf_parts(wanted, sizes, "of this repository")
+    parts = _gguf_parts(wanted, sizes, "of this repository", is_whole=True)
     sizes = {file: size for file, size in sizes.items() if (file in parts if parts else _is_wanted(file))}
     if not parts:
         _check_files(wanted, sizes)
@@ -104,11 +104,11 @@ def _snapshot(wanted: Repository) -> Path:
     return Path(directory, *parts[:1])
 
 
-def _gguf_parts(wanted: Repository, files: Collection[str], which: str) -> list[str]:
+def _gguf_parts(wanted: Repository, files: Collection[str], which: str, *, is_whole: bool = False) -> list[str]:
     """The GGUF file that is wanted of a repository with these files, all of its parts; none for safetensors.
 
-    `which` says in errors what files these are. Raises `InvalidValueError`, naming what there is, where a quantization
-    stands for no file or for several.
+    `which` says in errors what files these are; where a repository `is_whole`, its only one needs no name. Raises
+    `InvalidValueError`, naming what there is, where a quantization stands for no file or for several.
     """
     models = gguf_models(files)
     if wanted.quantization is None and (not models or any(map(_is_weights, files))):
@@ -116,6 +116,9 @@ def _gguf_parts(wanted: Repository, files: Collection[str], which: str) -> list[
     if not models:
         raise InvalidValueError("model", str(wanted), f"{wanted.place}, for this repository has no GGUF files")
     chosen = choose_models(models, wanted.quantization or DEFAULT_QUANTIZATION)
+    if is_whole and not chosen and wanted.quantization is None and len(models) == 1:
+        chosen = list(models)
+        _log.warning("%s stands for %s:%s, its only GGUF file", wanted, wanted, names_of(models)[chosen[0]])
     if len(chosen) != 1:
         named = ", ".join(sorted(names_of(chosen or models).values()))
         allowed = f"{wanted.place}:NAME with one GGUF file {which}: {named}"

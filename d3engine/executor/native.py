@@ -364,12 +364,14 @@ class NativeExecutor(Executor):
         return Computed(choices.chosen(), captured=self._hooks.captured(plan, hooks))
 
     def _logits_of_step(self, plan: Plan) -> Computed:
-        wanted, logits = np.zeros(plan.num_rows, np.bool_), np.empty((plan.num_rows, self._vocab), np.float32)
-        wanted[plan.logit_rows] = True
+        wanted, places = plan.logit_rows, np.full(plan.num_rows, -1)
+        places[wanted] = np.arange(wanted.size)
+        logits = np.empty((wanted.size, self._vocab), np.float32)  # of a long prompt a gigabyte: there is no second one
         hooks = self._hooks.of(plan, 1)
         for part, rows, given in self._parts(plan, np.zeros(plan.num_rows, np.int64), hooks):
-            self._decoder.run(rows, 1, logits=logits[None, part], yields=wanted[part], **given)
-        return Computed(torch.from_numpy(logits[plan.logit_rows]), captured=self._hooks.captured(plan, hooks))
+            own = places[part]
+            self._decoder.run(rows, 1, logits=logits[None], logit_places=own, yields=own >= 0, **given)
+        return Computed(torch.from_numpy(logits), captured=self._hooks.captured(plan, hooks))
 
     def _parts(self, plan: Plan, steps: IntArray, hooks: Hooks | None) -> Iterator[tuple[slice, Rows, dict[str, Any]]]:
         """The rows of a single step, as many at a time as go through the layers together, at these steps [R].

@@ -38,10 +38,17 @@ def prompt_logprobs(logits: Tensor, plan: Plan) -> list[list[dict[int, Logprob]]
     return found
 
 
+ROWS_AT_ONCE = 64
+"""Rows of which log-probabilities are held at once: those of a long prompt would take as much as its logits."""
+
+
 def logprobs_of(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
     """Log-probability and rank of each of `tokens`, and of the `count` likeliest (-1: all), from `logits` [T, V]."""
-    if not tokens:
-        return []
+    parts = (slice(first, first + ROWS_AT_ONCE) for first in range(0, len(tokens), ROWS_AT_ONCE))
+    return [found for part in parts for found in _logprobs_of(logits[part], tokens[part], count)]
+
+
+def _logprobs_of(logits: Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     ranks = ((logprobs > own).sum(dim=1) + 1).tolist()

@@ -101,6 +101,7 @@ class Scheduler:
             self._second = DraftModelBatch(second_cache, self._table, reads_states=reads_states, draft_rows=draft_rows)
         self._growing = OutputUpdater(self._table, self.counters, self._drafting, self._second, self.finish)
         self._waiting = WaitingQueue()
+        self._without_room: Sequence | None = None  # the first that waits, if there was no memory for it lately
         self._running: list[Sequence] = []
         self._slots = np.empty(0, dtype=np.int64)
 
@@ -134,10 +135,10 @@ class Scheduler:
 
     @property
     def _may_join(self) -> bool:
-        """Whether a sequence waits for which there is a place, or one that a running sequence gives up."""
-        if not self._waiting:
+        """Whether a sequence waits for which there may be a place and memory, or those of a running sequence."""
+        if not self._waiting or (first := self._waiting.first) is self._without_room:
             return False
-        return self.cache.num_free_slots > 0 or bool(self._giving_way(self._waiting.first))
+        return self.cache.num_free_slots > 0 or bool(self._giving_way(first))
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
@@ -219,7 +220,7 @@ class Scheduler:
         """The plan of the next step, its blocks allocated; None when there is nothing to do."""
         if self._may_join:
             self._under_way.end()  # waiting requests do not wait for a run
-        elif self._under_way.is_within(self.config.capabilities.launched_ahead):
+        elif self._without_room is None and self._under_way.is_within(self.config.capabilities.launched_ahead):
             self._prolong()  # while the device is at its last steps
         if (plan := self._under_way.next_step()) is not None:
             return plan
@@ -319,6 +320,7 @@ class Scheduler:
                 self._waiting.push(sequence)
             victims = self._giving_way(sequence)
             if not victims or needed > sum(self.cache.num_held(victim.slot) for victim in victims):
+                self._without_room = sequence if self.cache.num_free_slots else None
                 return
             self._preempt(victims[0])
             promised = sum(self._allocator.num_promised(s.slot) for s in self._running)
@@ -349,6 +351,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         slot = sequence.slot
         self._under_way.end()
+        self._without_room = None
         if sequence.status is Status.RUNNING:
             self._waiting.left(sequence)
         self.cache.close(slot)

@@ -87,6 +87,20 @@ class DirectWriter:
         self._write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
+class UnchunkedCycle(RequestResponseCycle):
+    """Of a client of HTTP/1.0, which knows no chunks: an answer without a length ends where the connection does."""
+
+    has_length = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            self.chunked_encoding = None if self.has_length else False
+        elif not self.has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class GuardedConnection(HttpToolsProtocol):
     """One connection.
 
@@ -222,6 +236,8 @@ class GuardedConnection(HttpToolsProtocol):
             raise
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = UnchunkedCycle
         self.scope["state"]["abort_connection"] = self.transport.abort
         self.scope["state"]["client_left"] = self._client_left
         self.scope["state"]["outlet"] = DirectWriter(self.cycle, self._gathered)

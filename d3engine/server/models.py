@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from d3engine.errors import D3EngineError
+from d3engine.errors import D3EngineError, require
 from d3engine.model.config import ModelConfig
 from d3engine.server.errors import RequestError
 from d3engine.server.state import LATEST, AppState, ModelCard, no_such_model
@@ -51,6 +51,7 @@ class _Place:
     served: AppState | None = None
     loading: asyncio.Task[AppState] | None = None
     draining: asyncio.Task[None] | None = None
+    yielding: asyncio.Task[Any] | None = None  # the loading of another, behind which its later requests wait
     num_users: int = 0
     last_used: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -79,6 +80,9 @@ class FurtherModels:
         room_bytes: int | None = None,
         ttl: float | None = None,
     ) -> None:
+        for model in models:
+            allowed = "a name that is no id of a model"
+            require(model.name not in first.client.lora_adapters, "lora_modules", model.name, allowed)
         self.models = models
         self._models = {model.name: model for model in models}
         self._places = {
@@ -168,8 +172,8 @@ class FurtherModels:
     @asynccontextmanager
     async def use(self, place: _Place) -> AsyncIterator[AppState]:
         """A model, loaded, for as long as the block lasts. Raises `RequestError` where it cannot be loaded."""
-        while place.draining is not None:
-            await asyncio.wait([place.draining])
+        while (before := place.draining or place.yielding) is not None:
+            await asyncio.wait([before])
         place.num_users += 1
         try:
             yield await self._loaded(place)
@@ -229,6 +233,9 @@ class FurtherModels:
             message = f"The model {place.name!r} cannot be loaded; the server's log says why."
             raise RequestError(503, message, param="model", code="model_not_loaded") from None
         finally:
+            for one in self._places.values():
+                if one.yielding is place.loading:
+                    one.yielding = None
             place.loading = None
 
     async def _new(self, model: FurtherModel) -> AppState:
@@ -239,20 +246,21 @@ class FurtherModels:
         return served
 
     async def _make_room(self, place: _Place) -> None:
-        """Unload the models that were used least recently, and wait while those that are left are in use."""
+        """Unload the models used least recently; one in use ends its requests first, and later ones wait for this."""
         while self._room_bytes is not None:
             there = [one for one in self._places.values() if one.served is not None]
             is_first_there = place is not self._sleeper and (self._sleeper is None or self._sleeper.served is not None)
             taken = sum(one.num_bytes for one in there) + (self._first_bytes if is_first_there else 0)
             if place.num_bytes + taken <= self._room_bytes or not there:
                 return
-            idle = [one for one in there if not one.num_users]
-            if idle:
-                self._unload(min(idle, key=lambda one: one.last_used))
-                await self._closed()
-            else:
+            least = min(there, key=lambda one: (one.num_users > 0, one.last_used))
+            if least.num_users:
+                least.yielding = place.loading  # in steady use it would never be free
                 self._left.clear()
                 await self._left.wait()
+            else:
+                self._unload(least)
+                await self._closed()
 
     def _unload_if_idle(self, place: _Place) -> None:
         assert self._ttl is not None

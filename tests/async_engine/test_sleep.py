@@ -1,6 +1,7 @@
 """Sleep and wake: an engine gives its memory back, and answers afterwards as before."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,32 @@ def test_adapters_are_after_a_sleep_what_they_were(tmp_path: Path) -> None:
         assert (await answer(engine, "second")).outputs[0] == before != (await answer(engine)).outputs[0]
 
     running(act, lora_modules=[f"first={tmp_path / 'first'}"])
+
+
+@pytest.mark.parametrize("transport", ["thread", "process"])
+def test_a_wake_that_is_cancelled_loses_no_adapter(tmp_path: Path, transport: str) -> None:
+    """A caller's time limit ends no waking half way, and an adapter that is gone is missing alone."""
+    for name in ("gone", "kept"):
+        (tmp_path / name).mkdir()
+        write_random_adapter(tmp_path / name, ModelConfig.from_directory("d3engine/demo_model"), 8, seed=0, size=0.3)
+
+    async def act(engine: AsyncEngine) -> None:
+        for name in ("gone", "kept"):
+            await engine.load_lora_adapter(name, tmp_path / name)
+        before = (await answer(engine, "kept")).outputs[0]
+        await engine.sleep()
+        shutil.rmtree(tmp_path / "gone")
+        starts, waking = counted(engine), asyncio.create_task(engine.wake_up())
+        while not starts:
+            await asyncio.sleep(0)
+        waking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+        await engine.wake_up()
+        assert list(engine.lora_adapters) == ["kept"]
+        assert (await answer(engine, "kept")).outputs[0] == before
+
+    running(act, transport=transport)
 
 
 @on_a_loop

@@ -308,19 +308,27 @@ def test_quantization_is_of_a_revision_and_defaults_to_q4_k_m(hub: Hub, said: Sa
     assert sorted(path.name for path in Path(both).iterdir()) == sorted(SMALL)
 
 
+def test_a_repositorys_one_gguf_needs_no_quantization(hub: Hub, said: Said, caplog: pytest.LogCaptureFixture) -> None:
+    """The only GGUF file of a repository is taken, and its name told; another quantization is refused."""
+    hub.repositories["ada/one"] = {"main": Commit({"model.Q8_0.gguf": b"8"} | BESIDE)}
+    found, other = said("ada/one", "ada/one:Q4_K_M")
+    assert Path(found).read_bytes() == b"8"
+    assert "ada/one stands for ada/one:Q8_0, its only GGUF file" in caplog.text
+    assert "ada/one:NAME with one GGUF file of this repository: Q8_0" in other
+    assert said("ada/one:Q8_0", offline=True) == [found]
+
+
 def test_absent_or_ambiguous_quantization_is_refused_with_list(hub: Hub, said: Said) -> None:
     """A quantization that is absent or ambiguous is refused with a list of the known ones."""
     hub.repositories |= {
         "ada/files": {"main": Commit(GGUF | BESIDE)},
         "ada/two": {"main": Commit({"a-Q4_K_M.gguf": b"a", "b-q4_k_m.gguf": b"b", "b-Q8_0.gguf": b"8"})},
-        "ada/one": {"main": Commit({"model.Q8_0.gguf": b"8"})},
         "ada/model": {"main": Commit(SMALL)},
     }
     expected = {
         "ada/files:Q4_K": "ada/files:NAME with one GGUF file of this repository: F16, Q2_K, Q4_K_M, Q8_0",
         "ada/two": "ada/two:NAME with one GGUF file of this repository: a-Q4_K_M, b-q4_k_m",
         "ada/two:Q4_K_M": "ada/two:NAME with one GGUF file of this repository: a-Q4_K_M, b-q4_k_m",
-        "ada/one": "ada/one:NAME with one GGUF file of this repository: Q8_0",
         "ada/model:Q4_K_M": "ada/model, for this repository has no GGUF files",
     }
     refusals = [f"InvalidValueError: model must be {allowed}; got {name!r}" for name, allowed in expected.items()]

@@ -13,6 +13,7 @@ from fixture_types import MakeEngine
 from slow_sampling import random_logits, sample, sequence_of, slow_softmax, tokens_of
 
 from d3engine import Engine, SamplingParams
+from d3engine.executor.sampler import ROWS_AT_ONCE, logprobs_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LlamaWeights, random_weights
 from d3engine.scheduling.plan import PromptRows
@@ -64,6 +65,21 @@ def test_prompt_logprobs_are_of_each_rows_next_token() -> None:
                 assert logprob.rank == sorted(raw, reverse=True).index(raw[token]) + 1
     assert {len(entry) for entry in found.prompt_logprobs[0]} <= {2, 3}
     assert {len(entry) for entry in found.prompt_logprobs[1]} == {1}
+
+
+def test_long_prompts_logprobs_are_held_for_few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a prompt is, log-probabilities of few of its rows take memory beside its logits."""
+    logits, tokens, held = random_logits(200, 30, seed=10), list(range(30)) * 6 + list(range(20)), list[int]()
+    log_softmax = torch.Tensor.log_softmax
+
+    def counted(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        held.append(len(rows))
+        return log_softmax(rows, dim=dim)
+
+    alone = [logprobs_of(logits[row : row + 1], [token], 2)[0] for row, token in enumerate(tokens)]
+    monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
+    assert logprobs_of(logits, tokens, 2) == alone
+    assert (sum(held), max(held)) == (200, ROWS_AT_ONCE)
 
 
 # -- through the engine ----------------------------------------------------------------------------------------------

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import CONFIG, LAYERS, Request, assert_same, block_bytes, generate_as_alone, kv_is_back, wide
+from batches import (
+    CONFIG,
+    LAYERS,
+    Request,
+    assert_same,
+    block_bytes,
+    generate_as_alone,
+    kv_is_back,
+    step_as_alone,
+    wide,
+)
 from fixture_types import MakeEngine
 from multi_step import Solo, greedy, not_finite, steps_by_itself, unread
 
@@ -61,6 +71,23 @@ def test_waiting_request_with_a_place_ends_a_run(multi_step: MakeEngine) -> None
             waited += steps_by_itself(engine) - before
             assert steps_by_itself(engine) <= before + 1
     assert 0 < waited < 12
+
+
+def test_request_that_waits_for_memory_ends_no_run(multi_step: MakeEngine, solo: Solo) -> None:
+    """While a request waits for memory the others go on in runs, and it joins when they have given it back."""
+    prompts = tuple(range(20, 28)), tuple(range(100, 144))
+    requests = [Request(prompt, greedy(FullDepth(), most)) for prompt, most in zip(prompts, (32, 4), strict=True)]
+    engine = multi_step(kv_cache_memory_bytes=LAYERS * 12 * block_bytes(), enable_prefix_caching=False)
+    ahead: list[bool] = []
+
+    def look(engine: Engine) -> None:
+        if engine.scheduler.num_waiting:
+            ahead.append(engine.is_ahead())
+
+    step_as_alone(engine, requests, solo, [request.params for request in requests], look)
+    assert 16 < len(ahead) <= 34
+    assert sum(ahead) > 16
+    assert engine.stats().num_preemptions == 0
 
 
 def test_rope_that_grows_is_known_on_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ PART = {"type": "text", "text": "Tom", "cache_control": {"type": "ephemeral"}, "
 NOTHING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "best_of": 1, "suffix": None}
     | {"n": None, "response_format": {"type": "text"}},
-    "/v1/chat/completions": {"modalities": ["text"], "store": False, "tool_choice": "none", "metadata": {}}
-    | {"response_format": {"type": "text"}, "parallel_tool_calls": True, "user": "me"}
+    "/v1/chat/completions": {"modalities": ["text"], "store": False, "tool_choice": "auto", "metadata": {}}
+    | {"response_format": {"type": "text"}, "parallel_tool_calls": True, "user": "me", "tools": []}
     | {"max_completion_tokens": 2, "max_tokens": 2},
     "/v1/responses": {"store": False, "background": False, "tools": [], "tool_choice": "auto", "user": "me"}
     | {"parallel_tool_calls": True, "include": [], "text": {"format": {"type": "text"}}, "truncation": "disabled"}
@@ -98,6 +98,16 @@ def test_values_that_ask_for_nothing_pass(http: httpx.Client, path: str, fields:
     answer = http.post(path, json=LEAST[path] | fields)
     assert answer.status_code == 200, answer.text
     assert "x-d3-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_whole_number_written_as_a_fraction_is_read(http: httpx.Client, path: str) -> None:
+    """Clients whose numbers are all floats write 2 as 2.0; what is no whole number is refused by its name."""
+    field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = http.post(path, json=LEAST[path] | {field: 2.0})
+    assert answer.status_code == 200, answer.text
+    refused = http.post(path, json=LEAST[path] | {field: 2.5})
+    assert refused.json()["error"]["message"].startswith(f"{field} must be an integer")
 
 
 def test_a_penalty_by_another_servers_name_is_the_penalty(http: httpx.Client) -> None:

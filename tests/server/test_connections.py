@@ -262,6 +262,26 @@ def test_client_that_does_not_read_loses_its_connection() -> None:
     assert app.traffic.taken == 0
 
 
+def test_client_of_http_1_0_gets_no_chunks() -> None:
+    """A stream ends where its connection does; an answer of known length says it."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"one "
+        yield b"two"
+
+    async def stream(request: Request) -> Any:
+        return StreamingResponse(pieces())
+
+    app = GuardedApp(HASTY, stream=stream)
+    with served(app.app, app.traffic, HASTY) as running:
+        with running.connect() as client:
+            client.sendall(request("/stream", b"{}").replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, body = read_to_the_end(client).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        assert body == b"one two"
+        assert ask(running, request("/echo", b'"whole"').replace(b"HTTP/1.1", b"HTTP/1.0")) == (200, "whole")
+
+
 class Written(asyncio.Transport):
     """A transport that keeps what it is given."""
 

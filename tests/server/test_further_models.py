@@ -43,13 +43,19 @@ class Loads:
 
 @contextmanager
 def several(
-    client: AsyncEngine, loads: Loads, *, room: int | None = None, ttl: float | None = None, sleeps: bool = False
+    client: AsyncEngine,
+    loads: Loads,
+    *,
+    room: int | None = None,
+    ttl: float | None = None,
+    sleeps: bool = False,
+    **settings: Any,
 ) -> Iterator[tuple[httpx.Client, FurtherModels]]:
     """A server of the bundled model, and of it again as "b" and "c"."""
     models = [FurtherModel(name, loads.of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
     app = create_app(
         client,
-        ServerSettings(model_names=("a",), enable_sleep_mode=sleeps),
+        ServerSettings(model_names=("a",), enable_sleep_mode=sleeps, **settings),
         lambda first: FurtherModels(models, first, first_bytes=SIZE, room_bytes=room, ttl=ttl),
     )
     further: FurtherModels = app.state.further
@@ -120,6 +126,37 @@ def test_requests_wait_where_two_models_do_not_fit(client: AsyncEngine) -> None:
     assert sorted(answers) == ["b", "b", "c", "c"]
 
 
+def test_a_model_in_steady_use_makes_way_for_another(client: AsyncEngine) -> None:
+    """Requests that come while another model waits for room are answered after that one's."""
+    models = [FurtherModel(name, Loads().of(name), SIZE, client.directory, client.config) for name in ("b", "c")]
+    further = FurtherModels(models, AppState(client, ServerSettings(model_names=("a",))), room_bytes=SIZE)
+    begun: list[str] = []
+
+    async def ask(name: str, may_end: asyncio.Event) -> None:
+        place = further.place_of(name)
+        assert place is not None
+        async with further.use(place):
+            begun.append(name)
+            await may_end.wait()
+
+    async def ask_both() -> None:
+        first_may_end, others_may_end = asyncio.Event(), asyncio.Event()
+        others_may_end.set()
+        asked = [asyncio.create_task(ask("b", first_may_end))]
+        while begun != ["b"]:
+            await asyncio.sleep(0)
+        for name in ("c", "b"):
+            asked.append(asyncio.create_task(ask(name, others_may_end)))
+            for _ in range(9):  # until it has begun or waits
+                await asyncio.sleep(0)
+        first_may_end.set()
+        await asyncio.gather(*asked)
+        await further.close()
+
+    asyncio.run(ask_both())
+    assert begun == ["b", "c", "b"]
+
+
 def test_model_that_cannot_be_loaded_fails_its_requests_alone(client: AsyncEngine) -> None:
     """A model that cannot be loaded is an error of its requests alone."""
     loads = Loads()
@@ -175,6 +212,13 @@ def test_a_further_model_sleeps_and_wakes_by_its_name(client: AsyncEngine) -> No
         assert http.post("/wake_up?model=b").json() == {"is_sleeping": False}
         assert http.post("/v1/completions", json={"model": "b", **BODY}).json()["choices"] == expected
     assert loads.seen == ["b", "b"]
+
+
+def test_no_adapter_has_the_name_of_a_further_model(client: AsyncEngine) -> None:
+    """Requests of that name are for the model: an adapter would never be asked."""
+    with several(client, Loads(), allow_lora_loading=True) as (http, _):
+        answer = http.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": "/nowhere"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
 
 
 def test_a_first_model_that_sleeps_leaves_its_room(client: AsyncEngine) -> None:

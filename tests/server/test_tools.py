@@ -124,7 +124,7 @@ def test_without_calls_tools_change_nothing(openai: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        *bad_values(tools=[[], [{"type": "custom", "custom": {"name": "a"}}], [{"type": "function"}]]),
+        *bad_values(tools=[[{"type": "custom", "custom": {"name": "a"}}], [{"type": "function"}]]),
         *bad_values(tools=[[{"type": "function", "function": {"name": "a b"}}], [*TOOLS, TOOLS[0]]]),
         *bad_values(tool_choice=["required"], functions=[[{"name": "a"}]]),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),

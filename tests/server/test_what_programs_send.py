@@ -50,6 +50,13 @@ def test_ollamas_options_are_refused_by_the_name_sent(
     assert (answer.status_code, answer.json()["error"][: len(said)]) == (400, said)
 
 
+def test_whole_options_written_as_fractions_are_read(http: httpx.Client) -> None:
+    """Home Assistant's number fields are floats: they are taken where Ollama has integers."""
+    options = {"num_predict": 2.0, "num_ctx": 64.0, "top_k": 5.0, "seed": 1.0}
+    answer = http.post("/api/chat", json=CHAT | {"options": options})
+    assert (answer.status_code, answer.json().get("eval_count")) == (200, 2), answer.text
+
+
 def test_options_without_a_place_in_ollamas_answer_are_named(http: httpx.Client) -> None:
     """What Ollama's answers cannot hold stands in the header of ignored fields."""
     answer = http.post("/api/chat", json=CHAT | {"options": {"num_predict": 2, "n": 1, "prompt_logprobs": 1}})

@@ -259,8 +259,13 @@ function persist(kind, one) {
 
 /** Another tab has changed a conversation or a folder, or deleted it. */
 async function changedElsewhere(kind, id) {
-  if (runs.has(id)) return;
   const other = await store.get(kind, id);
+  const running = runs.get(id);
+  if (running) {
+    const own = conversations.find((one) => one.id === id);
+    if (own && other) tree.takeIn(own, other, running.message); // what is saved next here must hold it
+    return own === conversation ? draw() : drawList();
+  }
   if (kind === "folders") {
     folders = [...folders.filter((one) => one.id !== id), ...(other ? [other] : [])];
     drawList();

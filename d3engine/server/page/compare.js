@@ -89,6 +89,7 @@ function showDifference() {
 function difference() {
   const turns = panes.map((pane) => pane.turns.at(-1));
   if (!isComparing() || turns.some((turn) => !turn?.tokens.length)) return { number: null, sentence: "" };
+  if (turns[0].asked !== turns[1].asked) return { number: null, sentence: "The panes have had different conversations." };
   const areComplete = turns.every((turn) => !turn.isRunning && turn.tokens.finish);
   const number = firstDifference(turns[0].tokens, turns[1].tokens, areComplete);
   if (number === null) {
@@ -162,8 +163,9 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => running?.abort());
 $("retry").addEventListener("click", () => {
-  const questions = shownPanes().map((pane) => pane.takeBack());
-  run(questions.findLast((question) => question !== null));
+  const question = panes[0].takeBack(); // which has them all: the other one only those that were compared
+  if (isComparing() && panes[1].turns.at(-1)?.question === question) panes[1].takeBack();
+  run(question);
 });
 $("clear").addEventListener("click", () => {
   for (const pane of panes) pane.clear();

@@ -25,6 +25,18 @@ function titleOf({ content, files = [] }) {
   return line.length > 60 ? `${line.slice(0, 57).trimEnd()}…` : line;
 }
 
+/** Take in what another tab has made of a conversation in which `written` is being written here. */
+export function takeIn(conversation, other, written) {
+  const { messages, current } = conversation;
+  const known = new Map(messages.map((message) => [message.id, message]));
+  for (const message of other.messages) {
+    if (!known.has(message.id)) messages.push(message);
+    else if (message.id !== written.id) Object.assign(known.get(message.id), message);
+  }
+  Object.assign(conversation, other, { messages });
+  show(conversation, known.get(current));
+}
+
 /** The messages shown, from the first to the current one. */
 export function path(conversation) {
   const byId = new Map(conversation.messages.map((message) => [message.id, message]));

@@ -106,6 +106,7 @@ export class Pane {
     const first = policy.policy === "full" ? layers : windowStart(policy, layers);
     const turn = new Turn(question, { layers, first, scale });
     turn.isChat = ask.isChat;
+    turn.asked = JSON.stringify(request.body.messages?.filter(({ role }) => role === "user"));
     this.turns.push(turn);
     this.#part(".turns").append(turn.element);
     try {

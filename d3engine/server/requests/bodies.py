@@ -197,8 +197,17 @@ def read_as(content: dict[str, Any], shape: type[S]) -> S:
 def as_shape(content: dict[str, Any], shape: type[S]) -> S:
     try:
         return msgspec.convert(content, shape)
+    except msgspec.ValidationError:
+        content = {name: whole(value) for name, value in content.items()}
+    try:
+        return msgspec.convert(content, shape)
     except msgspec.ValidationError as error:
         raise wrong_type(content, shape, str(error)) from None
+
+
+def whole(value: Any) -> Any:
+    """3 for 3.0, as clients write it whose numbers are all floats; everything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 @cache

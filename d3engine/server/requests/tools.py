@@ -223,9 +223,9 @@ class ToolUse:
 
 def tool_use_of(asked: ChatRequest, style: ChatStyle) -> ToolUse:
     """What the tools of a chat come to by a template of this style. Raises `RequestError`."""
-    if asked.tools is None:
-        fits = asked.tool_choice in (None, "none")
-        require(fits, "tool_choice", asked.tool_choice, 'absent or "none" without tools')
+    if not asked.tools:
+        fits = asked.tool_choice in (None, "none", "auto")
+        require(fits, "tool_choice", asked.tool_choice, 'absent, "none" or "auto" without tools')
         return ToolUse()
     tools = _tools(asked.tools)
     choice = "auto" if asked.tool_choice is None else asked.tool_choice
@@ -325,8 +325,7 @@ def _read_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    most = f"absent, or 1 to {MAX_TOOLS} of them"
-    require(0 < len(given) <= MAX_TOOLS, "tools", f"{len(given)} tools", most)
+    require(len(given) <= MAX_TOOLS, "tools", f"{len(given)} tools", f"at most {MAX_TOOLS} of them")
     tools = []
     for place, one in enumerate(given):
         allowed = '{"type": "function", "function": {"name", "description", "parameters", "strict"}}'

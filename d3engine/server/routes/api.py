@@ -127,8 +127,8 @@ async def load_lora_adapter(request: Request) -> Response:
     served = served_by(request)
     _check_may_load(served)
     asked, headers = await read_body(request, requests.LoadAdapterRequest)
-    is_free = not served.models.is_own(asked.lora_name)
-    require(is_free, "lora_name", asked.lora_name, "a name that is no id of the model")
+    is_free = not served.models.is_own(asked.lora_name) and further_models(request).name_of(asked.lora_name) is None
+    require(is_free, "lora_name", asked.lora_name, "a name that is no id of a model")
     await served.client.load_lora_adapter(asked.lora_name, asked.lora_path)
     return json_response(served.models.card(asked.lora_name), headers)
 

@@ -24,7 +24,7 @@ from d3engine.model.gguf_file import open_gguf
 from d3engine.model.source import CONFIG_FILE, files_of
 from d3engine.request.outputs import RequestOutput
 from d3engine.server.errors import invalid, ollamas_error_body
-from d3engine.server.requests.bodies import known_names, read_as, read_body
+from d3engine.server.requests.bodies import known_names, read_as, read_body, whole
 from d3engine.server.requests.chat import job_of
 from d3engine.server.requests.completions import completion_job_of
 from d3engine.server.requests.refused import check_refused
@@ -134,7 +134,7 @@ def _sampling_of(
     names = {"response_format": "format", "enable_thinking": "think", "reasoning_effort": "think"}
     ignored = []
     for name, value in (asked.options or {}).items():
-        own = OLLAMA.others.get(name, name)
+        own, value = OLLAMA.others.get(name, name), whole(value)
         if name in LOADING or value is None:
             continue
         if name == "num_ctx":

@@ -59,7 +59,7 @@ class OllamaChatRequest(OllamaGenerating, kw_only=True):
     """POST /api/chat; without messages it says that the model is loaded."""
 
     messages: list[Annotated[dict[str, Any], shaped_as("OllamaTurn")]] | None = None
-    tools: Annotated[Tools, described(minItems=0)] | None = None
+    tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaGenerating, kw_only=True):

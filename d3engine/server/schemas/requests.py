@@ -66,7 +66,7 @@ Depth = Annotated[
 Prompt = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""
 Messages = Annotated[list[Annotated[dict[str, Any], shaped_as("Turn")]], described(minItems=1)]
-Tools = Annotated[list[Annotated[dict[str, Any], shaped_as("Tool")]], described(minItems=1, maxItems=MAX_TOOLS)]
+Tools = Annotated[list[Annotated[dict[str, Any], shaped_as("Tool")]], described(maxItems=MAX_TOOLS)]
 
 
 class StreamOptions(Struct, kw_only=True):

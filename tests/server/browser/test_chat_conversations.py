@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from browsed_chat import answers, ask_whole, ended, press, questions, said, titles
+from browsed_chat import answers, ask_half, ask_whole, ended, press, questions, said, titles
 from browsed_page import Open
 from written_streams import Script, Scripted, whole
 
@@ -61,6 +61,28 @@ def test_what_one_tab_writes_another_shows(open_chat: Open, scripted: Scripted) 
     ask_whole(page, "One?")
     other.wait_for_selector("#conversations .open")
     assert titles(other) == ["One?"]
+
+
+def test_what_two_tabs_ask_in_one_conversation_is_kept(open_chat: Open, scripted: Scripted) -> None:
+    """An answer that one tab is writing keeps what another tab has asked and been answered meanwhile."""
+    address, script = scripted
+    script.pieces = whole("Yes")
+    page = open_chat(address)
+    ask_whole(page, "One?")
+    other = page.context.new_page()
+    other.goto(address)
+    other.click("#conversations .open")
+    ask_half(page, script, "Two?")
+    other.wait_for_selector("text=Two?")
+    script.pieces, script.waits_at_the_end = whole("Third"), False
+    ask_whole(other, "Three?")
+    page.wait_for_selector("text=Third")
+    page.click("#stop")
+    ended(page)
+    for tab in (page, other):
+        tab.reload()
+        tab.click("#conversations .open")
+        assert (questions(tab), answers(tab)) == (["One?", "Two?", "Three?"], ["Yes", "Half", "Third"])
 
 
 def test_files_go_along_as_text_and_what_is_no_text_is_refused(chat: tuple[Any, Script], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from browsed_page import Open, at_once, depths, letters, pane, run, run_whole
+from browsed_page import Open, at_once, compare, depths, letters, pane, run, run_whole
 from serving import HANG_SECONDS
 from written_streams import DONE, HOSTILE, Script, Scripted, chunk
 
@@ -121,6 +121,26 @@ def test_retry_repeats_the_requests_and_chats_keep_their_answers(panes: tuple[An
     run_whole(page, "Two?")
     said = [(message["role"], message["content"]) for message in script.bodies[4]["messages"]]
     assert said == [("user", "One?"), ("assistant", "Yes"), ("user", "Two?")]
+
+
+def test_a_question_of_one_pane_alone_is_retried_in_both(panes: tuple[Any, Script]) -> None:
+    """Retry repeats the last question, and answers to different conversations are not compared."""
+    page, script = panes
+    script.pieces = [chunk("Yes", [8], [0], [1], "stop"), DONE]
+    run_whole(page, "One?")
+    assert page.text_content("#difference") == "Both answers are the same."
+    compare(page, compares=False)
+    run_whole(page, "Two?")
+    compare(page)
+    page.click("#retry")
+    page.wait_for_selector("#retry:enabled")
+    assert [body["messages"][-1]["content"] for body in script.bodies] == ["One?", "One?", "Two?", "Two?", "Two?"]
+    assert page.text_content("#difference") == "Both answers are the same."
+    compare(page, compares=False)
+    run_whole(page, "Three?")
+    compare(page)
+    run_whole(page, "Four?")
+    assert page.text_content("#difference") == "The panes have had different conversations."
 
 
 @pytest.mark.parametrize("when", ["before", "within", "cut"])
