@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine import Engine
+from d3engine import Engine, SamplingParams
 from d3engine.cli.answers import Run, _pace
 from d3engine.cli.commands import ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
@@ -239,7 +239,8 @@ def test_a_warning_of_the_package_is_on_stderr_unless_quiet(monkeypatch: pytest.
     assert run(*SCHEDULE, "-q").stderr == ""
 
 
-def test_bars_are_hidden_by_a_quiet_logger() -> None:
+def test_bars_are_hidden_by_a_quiet_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every bar follows the level of the logger, that of `generate` in a program too."""
     logger = logging.getLogger("d3engine")
     before = logger.level
     try:
@@ -247,6 +248,12 @@ def test_bars_are_hidden_by_a_quiet_logger() -> None:
         assert hides_bars() is None
         logger.setLevel(logging.ERROR)
         assert hides_bars() is True
+        with Engine("demo", max_model_len=64) as engine:
+            engine.generate("Tom", SamplingParams(max_tokens=1))
+            assert capsys.readouterr().err == ""
+            logger.setLevel(logging.WARNING)
+            engine.generate("Tom", SamplingParams(max_tokens=1))
+        assert "generate: 100%" in capsys.readouterr().err
     finally:
         logger.setLevel(before)
 
