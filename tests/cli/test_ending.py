@@ -132,6 +132,26 @@ def test_ctrl_c_while_importing_ends_in_one_word_and_130(where: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+def test_ctrl_c_that_a_callback_swallows_ends_the_command() -> None:
+    """Python drops a Ctrl-C that comes in a callback of a weak reference; it is delivered again."""
+    code = (
+        "import signal, sys, time, weakref\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name != 'd3engine.cli.schedule': return\n"
+        "        one = type('Any', (), {})()\n"
+        "        ref = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "        del one\n"
+        "        for _ in range(2000): time.sleep(0.01)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"sys.argv = ['d3engine', *{SCHEDULE!r}]\n"
+        "from d3engine.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_in_any_command_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d3engine.cli.schedule._policy", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run(*SCHEDULE)
