@@ -156,7 +156,7 @@ class Run:
             f"{tokens} token{'s' * (tokens != 1)}",
             *self._drafting_or_layers(),
             f"{_pace(tokens, self.seconds)} ({self.seconds:.2f} s)",
-            f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}",
+            *([f"KV cache saved: {readable_bytes(self.kv_bytes_saved)}"] if self.kv_bytes_saved else []),
             *([f"executor: {self.executor}"] if self.executor else []),
         ]
         if cut := sum(answer.finish_reason == "length" for answer in self.answers):

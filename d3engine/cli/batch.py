@@ -62,7 +62,7 @@ def batch(
 
     settings = ServerSettings(**served_as(model, what))
     model_directory(model)
-    require(source.is_file(), "IN", str(source), "a regular file, since it is read more than once")
+    require(source.is_file(), "IN", str(source), "a regular file that is there, since it is read more than once")
     is_same = target.exists() and target.samefile(source)
     require(not is_same, "OUT", str(target), "another file than IN")
     total = _check_names(source)

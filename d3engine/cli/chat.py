@@ -300,6 +300,8 @@ def _is_message(message: object) -> bool:
 
 
 def _use_line_editing() -> None:
-    """Arrow keys and earlier lines at the prompt, where Python has readline."""
+    """Arrow keys and earlier lines at the prompt, and a pasted text as one message, where Python has readline."""
     with suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off

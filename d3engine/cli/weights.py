@@ -213,13 +213,13 @@ def quantize_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Quantize a model's matrices; norms and biases stay float, and an embedding that no option names."""
+    source = model_directory(model)
     from d3engine.weights_tools.quantize import DEFAULT_GROUP_SIZE, quantize_model, quantize_to_groups
 
     if like is not None:
         require(like == "q4_k_m" and bits is None, "--like", like, "--bits BITS")
         note("--like q4_k_m is now --bits 5.1; the old name goes with the next release")
         bits = 5.1
-    source = model_directory(model)
     options: dict[str, Any] = {"shard_bytes": _shard_bytes(shard_size), "overwrite": overwrite}
     options["lm_head"] = lm_head.value
     require(scheme is Scheme.int4 or not rtn, "--rtn", rtn, "absent with another --scheme than int4")
@@ -242,9 +242,10 @@ def quantize_command(
 @app.command("inspect")
 def inspect_command(model: Model, as_json: AsJson = False) -> None:
     """Show a model's configuration, tensors, bytes and KV bytes per token."""
+    directory = model_directory(model)  # a name is refused before torch is imported
     from d3engine.weights_tools.inspection import TENSOR_COLUMNS, inspect_model
 
-    found = inspect_model(model_directory(model))
+    found = inspect_model(directory)
     configuration = Table("Configuration", ("what", "value"), found.configuration())
     tensors = Table("Tensors", TENSOR_COLUMNS, found.tensors())
     show_report(found.as_dict, lambda: (configuration, tensors), as_json, apart=True)
@@ -253,10 +254,11 @@ def inspect_command(model: Model, as_json: AsJson = False) -> None:
 @app.command("verify")
 def verify_command(model: Model) -> None:
     """Run every check of the loader; print OK, or the error and exit with 1."""
+    directory = model_directory(model)
     from d3engine.weights_tools.inspection import verify_model
 
     try:
-        verify_model(model_directory(model))
+        verify_model(directory)
     except ModelFormatError as error:  # the answer that was asked for
         say_error(str(error))
         raise typer.Exit(ExitCode.FAILED) from None

@@ -38,6 +38,7 @@ from d3engine.text.chat_template import ChatPrompts
 from d3engine.text.prompts import Prompt, as_list
 from d3engine.text.tokenizer import load_tokenizer
 from d3engine.utils.arguments import accepts
+from d3engine.utils.progress import hides_bars
 
 
 class Engine(Chats, EngineProperties):
@@ -124,7 +125,8 @@ class Engine(Chats, EngineProperties):
                 answers = self._in_flight.delivery.claim(ids)
                 for request, request_id in zip(requests, ids, strict=True):
                     self._queue(request, request_id, RequestOutputKind.FINAL_ONLY, call=ids[0])
-                with tqdm(total=len(ids), desc="generate", unit="request") if use_tqdm else nullcontext() as bar:
+                shown: dict[str, Any] = {"desc": "generate", "unit": "request", "disable": bool(hides_bars())}
+                with tqdm(total=len(ids), **shown) if use_tqdm else nullcontext() as bar:
                     while len(done) < len(ids):
                         interrupt.deliver()
                         self._advance()

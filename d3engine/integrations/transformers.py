@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d3engine.depth import DepthPolicy
 from d3engine.engine.engine import Engine
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import NOTHING, InvalidValueError, MissingExtraError, require, require_integer
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import RequestOutputKind, SamplingParams
@@ -53,13 +54,13 @@ class D3ForCausalLM:
     output_modalities = ("text",)
 
     def __init__(self, model: str | os.PathLike[str] | Engine, **engine_arguments: Any) -> None:
+        directory = model.directory if isinstance(model, Engine) else model_directory(model)
+        require(directory.is_dir(), "model", str(directory), "a directory, since transformers reads its config.json")
         if isinstance(model, Engine):
             require(not engine_arguments, "model", "an Engine", f"a model's name beside {', '.join(engine_arguments)}")
             self.engine = model
         else:
             self.engine = Engine(model, **engine_arguments)
-        directory = self.engine.directory
-        require(directory.is_dir(), "model", str(directory), "a directory, since transformers reads its config.json")
         self.name_or_path = str(directory)
         self.config: Any = AutoConfig.from_pretrained(directory)
         self.generation_config: Any = _generation_config(directory, self.config)

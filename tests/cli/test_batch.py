@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(source: Path, tmp_pa
     mine = tmp_path / "mine.txt"
     mine.write_text("a letter")
     for words, said in [
-        ((tmp_path / "none", target), "IN must be a regular file"),
+        ((tmp_path / "none", target), "IN must be a regular file that is there"),
         (("/dev/stdin", target), "IN must be a regular file"),
         ((source, source), "OUT must be another file than IN"),
         ((source, mine), "OUT must be a new file"),

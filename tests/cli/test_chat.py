@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,3 +303,24 @@ def test_words_that_come_in_pieces_are_not_broken_at_the_edge(width: int) -> Non
     assert " ".join(lines).split() == "".join(pieces).split()
     assert all(len(line) <= width for line in lines)
     assert len(lines) > 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_lines_pasted_at_the_prompt_are_one_message() -> None:
+    """A text of several lines that a terminal pastes is one message, and not one for each line."""
+    pytest.importorskip("readline")
+    code = "from d3engine.cli.chat import _use_line_editing as use; use(); print(ascii(input('> ')))"
+    outside, inside = os.openpty()
+    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TERM": "xterm"}, **ends)
+    os.close(inside)
+    shown = b""
+    while b"> " not in shown:
+        shown += os.read(outside, 1024)
+    os.write(outside, b"\x1b[200~def f():\n    return 1\x1b[201~\r")
+    with suppress(OSError):  # by which Linux says that the other end is closed
+        while piece := os.read(outside, 1024):
+            shown += piece
+    os.close(outside)
+    assert child.wait() == 0
+    assert rb"'def f():\n    return 1'" in shown

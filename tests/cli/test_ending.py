@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from invoking import invoke
 
-from d3engine import Engine
+from d3engine import Engine, SamplingParams
 from d3engine.cli.answers import Run, _pace
 from d3engine.cli.commands import ExitCode, code_of
 from d3engine.cli.depth_options import OPTIONS, OWN_NAMES
@@ -132,6 +132,26 @@ def test_ctrl_c_while_importing_ends_in_one_word_and_130(where: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+def test_ctrl_c_that_a_callback_swallows_ends_the_command() -> None:
+    """Python drops a Ctrl-C that comes in a callback of a weak reference; it is delivered again."""
+    code = (
+        "import signal, sys, time, weakref\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name != 'd3engine.cli.schedule': return\n"
+        "        one = type('Any', (), {})()\n"
+        "        ref = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "        del one\n"
+        "        for _ in range(2000): time.sleep(0.01)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"sys.argv = ['d3engine', *{SCHEDULE!r}]\n"
+        "from d3engine.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_in_any_command_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d3engine.cli.schedule._policy", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run(*SCHEDULE)
@@ -239,7 +259,8 @@ def test_a_warning_of_the_package_is_on_stderr_unless_quiet(monkeypatch: pytest.
     assert run(*SCHEDULE, "-q").stderr == ""
 
 
-def test_bars_are_hidden_by_a_quiet_logger() -> None:
+def test_bars_are_hidden_by_a_quiet_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every bar follows the level of the logger, that of `generate` in a program too."""
     logger = logging.getLogger("d3engine")
     before = logger.level
     try:
@@ -247,6 +268,12 @@ def test_bars_are_hidden_by_a_quiet_logger() -> None:
         assert hides_bars() is None
         logger.setLevel(logging.ERROR)
         assert hides_bars() is True
+        with Engine("demo", max_model_len=64) as engine:
+            engine.generate("Tom", SamplingParams(max_tokens=1))
+            assert capsys.readouterr().err == ""
+            logger.setLevel(logging.WARNING)
+            engine.generate("Tom", SamplingParams(max_tokens=1))
+        assert "generate: 100%" in capsys.readouterr().err
     finally:
         logger.setLevel(before)
 

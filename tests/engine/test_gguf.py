@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 import struct
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.gguf_file import TENSOR_TYPES, GGUFFile, open_gguf
 from d3engine.model.weights import load_weights
+from d3engine.text.infill import infill_format
 from d3engine.utils.files import CONFIG_BYTES
 from d3engine.weights_tools.convert import convert_gguf
 from d3engine.weights_tools.quantize import quantize_model
@@ -400,3 +403,20 @@ def test_model_name_brings_sampling_and_both_ends_of_text() -> None:
     params = default_sampling_params(file)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.7, 0.8, 20, 1.1)
     assert sorted(ModelConfig.from_directory(file).eos_token_ids) == [151643, 151645]
+
+
+def test_infill_example_of_the_docs_has_the_answer_they_give() -> None:
+    """The page's request is answered by what the page says, under the model's own sampling defaults."""
+    if not fetched_model("qwen2.5-coder-0.5b").exists():
+        pytest.skip("the model is not there: d3engine weights fetch qwen2.5-coder-0.5b")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "from-ollama.md").read_text()
+    ((given, answer),) = re.findall(r'^`({"prompt".*})` is answered by `(.+?)`', page, re.M)
+    asked = json.loads(given)
+    with Engine("qwen2.5-coder-0.5b", device="cpu", max_model_len=256, kv_cache_memory_bytes=2**24) as engine:
+        form = infill_format(engine.get_tokenizer())
+        assert form is not None
+        prompt = form.prompt(engine.get_tokenizer(), asked["prompt"], asked["suffix"])
+        more = {"temperature": asked["temperature"], "max_tokens": 16, "stop_token_ids": form.ends}
+        params = replace(engine.default_sampling_params, **more)
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].text.rstrip() == answer

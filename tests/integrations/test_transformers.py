@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -200,6 +201,15 @@ def test_each_generation_config_field_is_read_refused_or_moot() -> None:
     assert fields - READ_FIELDS - set(UNSUPPORTED) - IGNORED == set()
     assert READ_FIELDS | IGNORED | set(UNSUPPORTED) <= fields | {"early_stopping", "low_memory"}
     assert len(READ_FIELDS) + len(IGNORED) + len(UNSUPPORTED) == len(READ_FIELDS | IGNORED | set(UNSUPPORTED))
+
+
+def test_gguf_file_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """A GGUF file, whose config transformers cannot read, is refused before an engine opens it."""
+    from d3engine.integrations.transformers import D3ForCausalLM
+
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with assert_refused("model", "since transformers reads its config.json"):
+        D3ForCausalLM(tmp_path / "model.gguf")
 
 
 def test_it_is_asked_as_a_model_is(tiny: TinyLlama, ours: D3ForCausalLM) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,15 @@ def test_what_can_be_converted_is_said_where_a_source_is_none(kind: str, wanted:
     for source in ("demo", "nowhere"):
         refused = run("convert", kind, source, tmp_path / "out")
         assert (refused.exit_code, refused.stderr) == (2, f"error: SRC must be {wanted}; got '{source}'\n")
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["verify"], ["quantize", "--scheme", "int4", "--rtn"]])
+def test_mistyped_model_is_refused_before_torch_is_imported(words: list[str], tmp_path: Path) -> None:
+    """A name that is none is refused at once, and not after the seconds that torch takes."""
+    typed = ["d3engine", "weights", *words, "nowhere", *([str(tmp_path / "out")] if len(words) > 1 else [])]
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = {typed!r}; from d3engine.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr[:20]) == (2, "error: model must be")
 
 
 def test_convert_of_safetensors_says_that_none_is_needed(tmp_path: Path) -> None:

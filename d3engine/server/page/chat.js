@@ -140,7 +140,7 @@ async function answer(question, sampling, given = null) {
   if (asked === conversation) draw();
   else drawList();
   say(message.problem ?? `Answer: ${message.content}`);
-  if (!model()?.d3ext) loadModels().catch(() => {});
+  if (message.problem || !model()?.d3ext) loadModels().catch(() => {}); // a restarted server may have others
   if (message.content && !message.problem) giveTitle(asked, message);
 }
 

@@ -63,6 +63,17 @@ def test_chat_edit_and_regenerate_make_branches(chat: tuple[Any, Script]) -> Non
     assert (questions(page), answers(page)) == (["One?", "More?"], ["Second", "Second"])
 
 
+def test_models_after_a_failed_answer_are_read_again(chat: tuple[Any, Script]) -> None:
+    """A server that was started with another model answers the next question, without a reload of the page."""
+    page, script = chat
+    script.model_ids, script.error = ["other"], (404, "The model 'scripted' does not exist here.")
+    ask_whole(page, "One")
+    page.wait_for_selector("#model option[value=other]", state="attached")
+    script.error, script.pieces = None, whole("Yes")
+    ask_whole(page, "Two")
+    assert script.bodies[-1]["model"] == "other"
+
+
 def test_stop_keeps_what_has_come_and_continue_goes_on_behind_it(chat: tuple[Any, Script]) -> None:
     page, script = chat
     ask_half(page, script, "Anything", "Half of ")
