@@ -90,7 +90,7 @@ docs: $(VENV)/.installed-dev
 # `make inspect-blocks INSPECT="--arch 80 --rows 64"`. What was compiled before a run was cut off is not compiled again.
 GROUPED := --may-starve int4:1,int4:8,int4:16,int8:16,fp8:16
 PRODUCTS := --operations qkv,linear_residual,gate_up,lm_head
-ARCHS := --arch 80,90,100,gfx942
+ARCHS := --arch 80,90,100,gfx942,gfx950
 inspect-llama2 := --shapes llama2-7b --weights all
 inspect-llama3 := --shapes llama3-8b --weights all $(GROUPED)
 inspect-qwen3 := --shapes qwen3-8b --operations qkv --weights all $(GROUPED)
