@@ -48,6 +48,7 @@ class CompiledReference:
     """The reference's operations, each under torch.compile from its first call on."""
 
     attention_inputs = staticmethod(reference.attention_inputs)
+    TABLE_DTYPE = reference.TABLE_DTYPE
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
         compiled = torch.compile(getattr(reference, operation), dynamic=False)

@@ -174,7 +174,8 @@ def test_how_to_install_stands_in_one_file() -> None:
     assert f"```sh\n{snippet}```" in (ROOT / "README.md").read_text()
     assert '```sh\n--8<-- "install.sh"\n' in quickstart
     words = [line.split()[:2] for line in snippet.splitlines()[1:]]
-    assert words == [["make", "demo"], [".", ".venv/bin/activate"], ["pip", "install"]]  # d3engine is then found
+    in_checkout = [["make", "demo"], [".", ".venv/bin/activate"], ["pip", "install"]]  # d3engine is then found
+    assert words == [*in_checkout, ["pip", "install"]]
     (index,) = [line for line in quickstart.splitlines() if line.startswith("pip install") and "--index-url" in line]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert index.split('"')[1] in project["dependencies"]

@@ -126,7 +126,7 @@ def test_chat_template_of_a_request_is_used_where_trusted(client: AsyncEngine, o
     [
         *bad_values(messages=[None, "Tom"], logprobs=[2], top_logprobs=[2], max_completion_tokens=[0]),
         *bad_values(chat_template=["{{ 1 }}"], chat_template_kwargs=[{"messages": []}], reasoning_effort=["high"]),
-        *bad_values(tool_choice=["auto"], functions=[[]], response_format=[{"type": "json_schema"}], store=[True]),
+        *bad_values(tool_choice=["required"], functions=[[]], response_format=[{"type": "json_schema"}], store=[True]),
         *bad_values(modalities=[["text", "audio"]], audio=[{}], prediction=[{}], verbosity=["low"]),
         *bad_values(web_search_options=[{}]),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
