@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster import COLUMNS
 from benchmarks.report import interval
 from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import policy_from_dict
@@ -319,6 +320,19 @@ def _drafter(system: str, found: Report) -> str:
     return f"{drafter}, {length[1]} tokens" if length else drafter
 
 
+def routing(name: str) -> Iterator[str]:
+    """What each routing between replicas saves, and how long requests wait."""
+    shown = {key: what for key, what in COLUMNS.items() if key != "tokens_per_second"}
+    rows = [
+        (
+            *(cell["arrivals"], cell["routing"]),
+            *(spread(cell[key], f".{digits}f", scale) for key, (_, scale, digits) in shown.items()),
+        )
+        for cell in run(name)["cells"]
+    ]
+    yield from table(("arrivals", "routing", *(title for title, *_ in shown.values())), rows)
+
+
 # -- quality ---------------------------------------------------------------------------------------------------
 
 
@@ -530,6 +544,7 @@ TABLES = {
         gguf_file,
         gguf_types,
         speculation,
+        routing,
         activations,
         bfloat16_activations,
         weight_forms,
