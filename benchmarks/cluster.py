@@ -1,4 +1,4 @@
-"""What routing is worth among replicas: real schedulers, each with a clock of its own, with fake tokens and no model.
+"""What routing is worth among replicas: real schedulers, each with its own clock, with fake tokens and no model.
 
 By a roofline each layer that any row runs is read once, or computed for as long as its rows take, and their entries are
 read on top: one young row makes a step long for all rows beside it. *Load* is the rate of requests over the one that

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import pytest
@@ -116,40 +117,37 @@ def test_every_exit_code_is_in_the_docs() -> None:
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {int(code) for code in ExitCode}
 
 
-@pytest.mark.parametrize("where", ["d3engine.cli.streams", "d3engine.cli.commands", "d3engine.cli.schedule", "numpy"])
-def test_ctrl_c_while_importing_ends_in_one_word_and_130(where: str) -> None:
-    code = (
-        "import signal, sys\n"
-        "class Interrupting:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {where!r}: signal.raise_signal(signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Interrupting())\n"
-        f"sys.argv = ['d3engine', *{SCHEDULE!r}]\n"
-        "from d3engine.cli import main\n"
-        "main()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
-
-
-def test_ctrl_c_that_a_callback_swallows_ends_the_command() -> None:
-    """Python drops a Ctrl-C that comes in a callback of a weak reference; it is delivered again."""
+def ending_of(find_spec: str) -> tuple[int, str, str]:
+    """How a command ends whose imports ask a finder with this body first: exit status, stdout and stderr."""
     code = (
         "import signal, sys, time, weakref\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name != 'd3engine.cli.schedule': return\n"
-        "        one = type('Any', (), {})()\n"
-        "        ref = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))\n"
-        "        del one\n"
-        "        for _ in range(2000): time.sleep(0.01)\n"
+        f"{indent(dedent(find_spec), ' ' * 8)}\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         f"sys.argv = ['d3engine', *{SCHEDULE!r}]\n"
         "from d3engine.cli import main\n"
         "main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("where", ["d3engine.cli.streams", "d3engine.cli.commands", "d3engine.cli.schedule", "numpy"])
+def test_ctrl_c_while_importing_ends_in_one_word_and_130(where: str) -> None:
+    found = ending_of(f"if name == {where!r}: signal.raise_signal(signal.SIGINT)")
+    assert found == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_that_a_callback_swallows_ends_the_command() -> None:
+    """Python drops a Ctrl-C that comes in a callback of a weak reference; it is delivered again."""
+    found = ending_of("""\
+        if name != 'd3engine.cli.schedule': return
+        one = type('Any', (), {})()
+        ref = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))
+        del one
+        for _ in range(2000): time.sleep(0.01)""")
+    assert found == (130, "", "interrupted\n")
 
 
 def test_ctrl_c_in_any_command_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
