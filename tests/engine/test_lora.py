@@ -318,12 +318,17 @@ async def test_cancelled_loading_leaves_no_adapter_half_loaded(adapted: Adapted,
     """An engine and its process agree on what is loaded, whenever the caller leaves: it can be unloaded, and loaded."""
     options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
     async with AsyncEngine(adapted.model, device="cpu", transport="process", **options) as engine:
-        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
-        while not engine._dispatcher.is_working:
-            await asyncio.sleep(0)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loading
+        ask = engine._dispatcher.ask
+
+        def ask_and_leave(*arguments: Any) -> Any:
+            loading.cancel()  # which its next wait raises
+            return ask(*arguments)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine._dispatcher, "ask", ask_and_leave)
+            loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
+            with pytest.raises(asyncio.CancelledError):
+                await loading
         await engine.unload_lora_adapter("some")
         await engine.load_lora_adapter("some", adapted.paths["some"])
         assert list(engine.lora_adapters) == ["some"]
