@@ -414,6 +414,15 @@ def by_step(name: str) -> Iterator[str]:
     yield from table(("KL, nats, at steps", *rows[0]["by_position"]), cells)
 
 
+def bridged(name: str) -> Iterator[str]:
+    """What policies keep of full depth along held-out texts, their windows skipped and bridged."""
+    rows = [
+        (f"`{one['policy']}`", f"{one['mean_layers_with_bridges']:.2f}", f"{one['kl']:.3f}", _agreement(one))
+        for one in run(name)["policies"]
+    ]
+    yield from table(("along a text", "layers, bridges counted", "KL, nats", "same likeliest token"), rows)
+
+
 def _kl(of: Report) -> str:
     return f"{of['kl']:.3f} ± {of['kl_95']:.3f}"
 
@@ -556,6 +565,7 @@ TABLES = {
         held_out,
         by_generation_step,
         windows,
+        bridged,
         evaluation,
         by_task,
         certificates,
