@@ -152,7 +152,10 @@ def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = ", ".join(sorted(GGUF_FAMILIES))
-        file.refuse("general.architecture", f"one of {known} (Mistral and InternLM3 are llama, OLMo 3 is olmo2)")
+        others = (
+            "Mistral and InternLM3 are llama, OLMo 3 is olmo2; of GLM-4 9B the safetensors of its -hf repository run"
+        )
+        file.refuse("general.architecture", f"one of {known} ({others})")
     return GGUF_FAMILIES[architecture]
 
 
