@@ -363,9 +363,9 @@ def gguf_tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
         file.refuse(
-            "tokenizer.ggml.pre",
-            f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)",
+            "tokenizer.ggml.pre", f"one of {known} (or give a directory with the model's tokenizer.json as tokenizer)"
         )
     splitting = PRE_TOKENIZERS[pre]
     merges = _list(file, "merges", str)
