@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from d3engine.engine.model_directory import default_sampling_params
 from d3engine.model.checkpoint import SCALES, Checkpoint, TensorEntry
-from d3engine.model.config import ModelConfig, load_generation_config
+from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import check_tensors, check_values, expected_tensors, held_dtype
-from d3engine.model.source import open_checkpoint
+from d3engine.model.source import files_of, open_checkpoint
 from d3engine.model.weights import byte_progress
+from d3engine.text.chat_template import load_chat_template
+from d3engine.text.tokenizer import load_tokenizer
 
 TENSOR_COLUMNS = ("name", "count", "shape", "dtype", "values", "bytes")
 _SIZES = (
@@ -98,14 +101,19 @@ def inspect_model(directory: Path) -> Inspection:
 
 
 def verify_model(directory: Path, *, show_progress: bool = True) -> None:
-    """Raise `ModelFormatError` unless configuration, names, shapes and values are valid for `load_weights`.
+    """Raise `ModelFormatError` unless an engine would load the model: configuration, tensors and their values, and
+    tokenizer and chat template where there is a tokenizer.
 
     Reads one tensor at a time. Values are checked in the configuration's dtype, or the file's where it names none.
     """
     config = ModelConfig.from_directory(directory)
-    load_generation_config(directory)
+    default_sampling_params(directory)
+    files = files_of(directory)
+    if files.has("tokenizer.json") or files.has("tokenizer.model"):
+        load_tokenizer(files)
+        load_chat_template(files)
     dtype = getattr(torch, config.dtype) if config.dtype else None
-    with open_checkpoint(directory) as checkpoint:
+    with files.open_checkpoint() as checkpoint:
         check_tensors(checkpoint, config)
         entries = [checkpoint.entries[name] for name in expected_tensors(config)]
         total = sum(entry.nbytes for entry in entries)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from d3engine.cli.commands import new_app, note
+from d3engine.cli.commands import ExitCode, new_app, note
 from d3engine.cli.depth_options import AUTO, Depth, parse_depth, takes_depth
 from d3engine.cli.engine_options import (
     CHAT_MAX_TOKENS,
@@ -118,7 +118,8 @@ class Conversation:
         self._is_interactive = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Read turns until /exit or the end of input."""
+        """Read turns until /exit or the end of input; exit code 1 where a message from a pipe got no answer."""
+        has_failed = False
         if self._is_interactive:
             _use_line_editing()
             self._say("Type /help for the commands.")
@@ -129,13 +130,16 @@ class Conversation:
             try:
                 if line.startswith("/") and not is_quoted:
                     if not self._command(line):
-                        return
+                        break
                 else:
                     self._answer([*self._messages, {"role": "user", "content": line}])
             except EngineDeadError:
                 raise
             except D3EngineError as error:  # of this turn: the conversation is as it was before
                 self._say(f"error: {' '.join(str(error).split())}")
+                has_failed |= is_quoted or not line.startswith("/")
+        if has_failed and not self._is_interactive:
+            raise typer.Exit(ExitCode.FAILED)
 
     def _read(self) -> tuple[str, bool] | None:
         """The next line, or the lines between two `QUOTES`, and whether they stood there; None at the end of input.

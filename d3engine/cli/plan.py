@@ -80,6 +80,8 @@ def plan(
 ) -> None:
     """Say whether a model fits on some devices, in bfloat16, int8 and int4, and for how many sequences at once.
 
+    A model whose file is packed (GGUF, AWQ, GPTQ) has a row of its own on one device.
+
     Needs no weights and no GPU: a calculation, with an estimate of what a step takes beside weights and KV cache.
     Without --depth it counts with the model's own, from its d3.json; where there is none, with full depth.
     """
@@ -98,7 +100,8 @@ def plan(
     ):
         require(1 <= value <= MOST_TOKENS, flag, value, f"an integer from 1 to {MOST_TOKENS}")
     require(answer < context, "--answer", answer, f"less than --context {context}, which has the prompt too")
-    from d3engine.engine.memory import DTYPE, Demand, fit, named_dtype
+    from d3engine.engine.memory import DTYPE, Demand, fit, named_dtype, split_bytes
+    from d3engine.model.source import files_of
 
     policy = _own_depth(directory) if depth == AUTO else depth
     rule = policy.exit_rule(config.num_layers)
@@ -114,6 +117,9 @@ def plan(
     )
     schemes = (None, "int8", "int4") if config.quantization is None else (config.quantization,)
     fits = [fit(config, scheme, devices, demand) for scheme in schemes]
+    files = None if directory is None else files_of(directory)
+    if files is not None and len(devices) == 1 and files.packed_bytes() is not None:
+        fits.insert(0, fit(config, None, devices, demand, split_bytes(files)))
     if as_json:
         print_json([asdict(found) | {"fits": found.fits, "depth": policy.describe()} for found in fits])
         return

@@ -165,7 +165,7 @@ class EngineConfig:
     lora_dtype: str = argument("auto", OneOf("auto", "float32", "bfloat16", "float16"))
     stream_interval: int = argument(1, Integers(1))
     seed: int = argument(0, Integers(0, 2**63 - 1), panel="Engine")
-    tokenizer: str | os.PathLike[str] | None = argument(None)
+    tokenizer: str | os.PathLike[str] | None = argument(None, panel="Advanced", listed=False)
     skip_tokenizer_init: bool = argument(False, Switch())
     weights: LlamaWeights | None = argument(None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,7 +11,7 @@ import torch
 
 from d3engine.depth import Schedule
 from d3engine.depth.statistics import kv_saved
-from d3engine.engine.host import check_length, machine_bytes, table_bytes
+from d3engine.engine.host import GIB, check_length, machine_bytes, table_bytes
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require, require_integer
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
@@ -19,12 +20,17 @@ from d3engine.kernels.target import target_of
 from d3engine.model.checkpoint import SCALES, VALUES
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import Part, shard_of, shard_shapes
-from d3engine.model.source import files_of
+from d3engine.model.source import ModelFiles, files_of
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
 """As in vLLM; "auto" is the dtype of activations, the other two are the same."""
 
 KV_CACHE_DTYPE = "kv_cache_dtype"
+
+DTYPE = torch.bfloat16
+"""Of activations and float weights of a `Fit`, and of cache entries unless a demand has others."""
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_kv_cache_dtype(given: str, *, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -85,9 +91,9 @@ def fitting_length(settings: EngineSettings, part: Part, draft: EngineSettings |
     config, given = settings.config, settings.kv_cache_memory_bytes
     cached = one.sequence_blocks * one.block_bytes if given is None else 0
     is_cpu, there = settings.device.type == "cpu", machine_bytes()
-    weights = _packed_bytes(settings) or weight_bytes(config, part, settings.weight_dtype)
+    weights = _held_bytes(settings, part)
     if draft is not None and cached:
-        weights += _packed_bytes(draft) or weight_bytes(draft.config, shard_of(draft.config, 0, 1), draft.weight_dtype)
+        weights += _held_bytes(draft, shard_of(draft.config, 0, 1))
         cached += draft.config.num_layers * draft.block_bytes
     rooms = []
     if there is not None:
@@ -102,13 +108,34 @@ def fitting_length(settings: EngineSettings, part: Part, draft: EngineSettings |
     return max(LEAST_LENGTH, min(length, MOST_LENGTH))
 
 
+def tell_weights(settings: EngineSettings, part: Part) -> None:
+    """Warn of weights that are larger than the memory: the system may end the process without a word."""
+    # No refusal: what is used as it is stored stays in the mapped file, which needs no memory, only patience.
+    weights, there = _held_bytes(settings, part), machine_bytes()
+    if there is not None and weights > there:
+        _log.warning(
+            "the weights take %.1f GiB, and this machine or its container has %.1f GiB: take a smaller form of them, "
+            "such as a GGUF file of fewer bits",
+            weights / GIB,
+            there / GIB,
+        )
+
+
+def _held_bytes(settings: EngineSettings, part: Part) -> int:
+    """Bytes of the weights of a rank as they are held."""
+    return _packed_bytes(settings) or weight_bytes(settings.config, part, settings.weight_dtype)
+
+
 def _packed_bytes(settings: EngineSettings) -> int | None:
     """Bytes of weights whose matrices stay in blocks; None for all others."""
     files = files_of(settings.directory)
     packed = files.packed_bytes() if settings.keeps_blocks else None
-    if packed is None or not settings.splits_blocks:
-        return packed
-    each = settings.weight_dtype.itemsize
+    return split_bytes(files, settings.weight_dtype) if packed is not None and settings.splits_blocks else packed
+
+
+def split_bytes(files: ModelFiles, dtype: torch.dtype = DTYPE) -> int:
+    """Bytes on a GPU of weights in blocks, those that it cannot read packed as floats of `dtype`."""
+    each = dtype.itemsize
     with files.open_checkpoint() as checkpoint:
         return sum(
             one.nbytes if one.type_name in SPLIT_TYPES and checkpoint.order_of(name) is None else prod(one.shape) * each
@@ -141,10 +168,6 @@ def num_blocks(settings: EngineSettings, workspace_bytes: Callable[[], int], dra
     )
     require(room >= sequence, "gpu_memory_utilization", share, allowed)
     return min(most, room)
-
-
-DTYPE = torch.bfloat16
-"""Of activations and float weights, and of cache entries unless a demand has others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +210,31 @@ class Fit:
         return self.sequences > 0
 
 
-def fit(config: ModelConfig, scheme: str | None, devices: Sequence[int], demand: Demand) -> Fit:
-    """How `config` fits with weights of `scheme` (None: bfloat16) on devices with this memory, a rank on each."""
-    named = scheme or str(DTYPE).removeprefix("torch.")
+def fit(
+    config: ModelConfig, scheme: str | None, devices: Sequence[int], demand: Demand, packed: int | None = None
+) -> Fit:
+    """How `config` fits with weights of `scheme` (None: bfloat16) on devices with this memory, a rank on each.
+
+    `packed` are the bytes of weights that stay as they are in their file, on one device.
+    """
+    named = "as in the file" if packed is not None else scheme or str(DTYPE).removeprefix("torch.")
     of_scheme = config if scheme == config.quantization else config.quantized(scheme)
     try:
         parts = [shard_of(of_scheme, rank, len(devices)) for rank in range(len(devices))]
     except InvalidValueError as error:
         return Fit(weights=named, reason=str(error))
     return min(
-        (_on_device(of_scheme, part, device, demand, named) for part, device in zip(parts, devices, strict=True)),
+        (
+            _on_device(of_scheme, part, device, demand, named, packed)
+            for part, device in zip(parts, devices, strict=True)
+        ),
         key=lambda found: found.room / found.sequence_bytes,
     )
 
 
-def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, named: str) -> Fit:
+def _on_device(config: ModelConfig, part: Part, device: int, demand: Demand, named: str, packed: int | None) -> Fit:
     own = part.config(config)
-    weights = weight_bytes(config, part) + bridge_bytes(config, demand.schedule)
+    weights = (packed or weight_bytes(config, part)) + bridge_bytes(config, demand.schedule)
     steps = step_bytes(own, len(part.vocabulary), demand.max_num_batched_tokens)
     blocks = config.num_layers * -(-demand.context // demand.block_size)
     sequence = blocks * block_bytes(demand.block_size, own.num_kv_heads, own.head_dim, demand.kv_cache_dtype)

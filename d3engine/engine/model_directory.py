@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d3engine.engine.gguf_choice import DEFAULT_QUANTIZATION, choose_models, gguf_models
 from d3engine.engine.hub import hub_directory
 from d3engine.errors import InvalidValueError, ModelFormatError, require, require_integer
 from d3engine.model.config import ModelConfig, load_generation_config, not_applied
@@ -155,7 +156,17 @@ def _fetched(model: Name) -> Path | None:
 
 
 def _existing(model: Name) -> Path | None:
-    return Path(model) if str(model) and Path(model).is_dir() else None  # Path("") would be the current directory
+    path = Path(model)
+    if not str(model) or not path.is_dir():  # Path("") would be the current directory
+        return None
+    models = gguf_models(file.name for file in path.glob("*.gguf"))
+    if not models or any(path.glob("*.safetensors")):
+        return path
+    # The rule of a repository of the hub, of which such folders are copies.
+    chosen = list(models) if len(models) == 1 else choose_models(models, DEFAULT_QUANTIZATION)
+    allowed = f"one of the GGUF files in this folder: {', '.join(parts[0] for parts in models.values())}"
+    require(len(chosen) == 1, "model", str(model), allowed)
+    return path / models[chosen[0]][0]
 
 
 def _gguf(model: Name) -> Path | None:

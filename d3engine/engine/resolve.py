@@ -25,7 +25,7 @@ from d3engine.engine.device import (
 )
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.executors import executor_for
-from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype
+from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype, tell_weights
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
@@ -338,6 +338,8 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
         settings, of_rank = (replace(one, max_model_len=min(fits, one.max_model_len)) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
+    if there.type == "cpu" and given.weights is None:
+        tell_weights(of_rank, part or shard_of(config, 0, 1))
     return settings
 
 

@@ -174,11 +174,16 @@ class ModelConfig:
     def max_length(self) -> int:
         """The positions that the model reaches, as in vLLM: linear and dynamic rope stretch the pretrained length.
 
-        For every other rope type it is max_position_embeddings, and for Gemma 3, whose number is the stretched one.
+        So does yarn where max_position_embeddings is still that length (Qwen's advice for long texts changes the rope
+        alone). For every other rope type it is max_position_embeddings, and for Gemma 3, whose number is the stretched
+        one.
         """
-        stretches = self.rope.rope_type in ("linear", "dynamic") and self.local_rope is None
-        stretch = self.rope.factor if stretches else None
-        return int(self.max_position_embeddings * (stretch or 1))
+        rope, positions = self.rope, self.max_position_embeddings
+        if rope.factor is None or self.local_rope is not None:
+            return positions
+        if rope.rope_type == "yarn":
+            return max(positions, int((rope.original_max_position_embeddings or positions) * rope.factor))
+        return int(positions * rope.factor) if rope.rope_type in ("linear", "dynamic") else positions
 
     @property
     def default_length(self) -> int:

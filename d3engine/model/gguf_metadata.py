@@ -152,7 +152,10 @@ def gguf_family(file: GGUFFile) -> tuple[Family, GGUFLayout]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         known = ", ".join(sorted(GGUF_FAMILIES))
-        file.refuse("general.architecture", f"one of {known} (Mistral and InternLM3 are llama, OLMo 3 is olmo2)")
+        others = (
+            "Mistral and InternLM3 are llama, OLMo 3 is olmo2; of GLM-4 9B the safetensors of its -hf repository run"
+        )
+        file.refuse("general.architecture", f"one of {known} ({others})")
     return GGUF_FAMILIES[architecture]
 
 
@@ -360,9 +363,9 @@ def gguf_tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     tokens, kinds = _tokens(file)
     pre = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
         file.refuse(
-            "tokenizer.ggml.pre",
-            f"one of {', '.join(sorted(PRE_TOKENIZERS))} (or give the model's tokenizer.json as tokenizer)",
+            "tokenizer.ggml.pre", f"one of {known} (or give a directory with the model's tokenizer.json as tokenizer)"
         )
     splitting = PRE_TOKENIZERS[pre]
     merges = _list(file, "merges", str)

@@ -35,6 +35,9 @@ POOLING_FILE = "1_Pooling/config.json"
 """Of sentence-transformers: how a model's states become an embedding."""
 POOLING_MODES = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token"}
 
+TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The template for chats with tools, as transformers 5 saves it."""
+
 COMPANIONS = (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -44,6 +47,7 @@ COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOLS_TEMPLATE_FILE,
     "prompt_form.json",
     "d3.json",
     POOLING_FILE,

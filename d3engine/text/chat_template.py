@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from d3engine.errors import NOTHING, InvalidValueError, ModelFormatError, require
-from d3engine.model.source import ModelSource, files_of
+from d3engine.model.source import TOOLS_TEMPLATE_FILE, ModelSource, files_of
 from d3engine.text.chat_messages import MessageFormat, check_messages, plain
 from d3engine.text.limited_process import LimitError, ProcessLimits, ask
 from d3engine.text.tokenizer import Tokenizer
@@ -33,15 +33,17 @@ def load_chat_template(model: ModelSource) -> ChatTemplate | None:
     """Return the chat template of a model, None if it has none.
 
     `chat_template.jinja` takes precedence over the field of tokenizer_config.json, which is a template or a list of
-    named ones: "default", and "tool_use" where tools are given. Raises `ModelFormatError` for a template that does not
-    compile.
+    named ones: "default", and "tool_use" where tools are given; beside the file, that is `TOOLS_TEMPLATE_FILE`. Raises
+    `ModelFormatError` for a template that does not compile.
     """
     files = files_of(model)
     config = read_tokenizer_config(files)
     special_tokens = named_special_tokens(config)
     if files.has(_TEMPLATE_FILE):
-        return ChatTemplate(files.read_text(_TEMPLATE_FILE, CONFIG_BYTES), special_tokens=special_tokens)
-    sources = _templates_of_config(config.get("chat_template"))
+        named = {"default": _TEMPLATE_FILE, "tool_use": TOOLS_TEMPLATE_FILE}
+        sources = {name: files.read_text(file, CONFIG_BYTES) for name, file in named.items() if files.has(file)}
+    else:
+        sources = _templates_of_config(config.get("chat_template"))
     if not sources:
         return None
     for_tools = ChatTemplate(sources["tool_use"], special_tokens=special_tokens) if "tool_use" in sources else None

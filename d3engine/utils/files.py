@@ -24,6 +24,8 @@ DATA_BYTES = 256 * 2**20
 """Most bytes of a tokenizer, of a file of questions, or of a prompt."""
 
 _CHUNK = 2**20
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""What a clone of a repository has in place of a large file, unless Git LFS is installed."""
 _NOT_REPLACED = ("/dev", "/dev/fd", "/proc/self/fd")
 
 
@@ -44,7 +46,13 @@ def naming(path: str | Path) -> Iterator[None]:
 
 def is_there(path: Path) -> bool:
     """Whether a directory has this entry, be it a broken link: what is there and cannot be read is an error."""
-    return os.path.lexists(path)
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return True  # of a directory that may not be looked into: reading the file says so
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def beside(model: str | Path, name: str) -> Path:
@@ -69,6 +77,10 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
         with open(path, "rb", opener=_open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableFileError(f"{path} is not a regular file")
+            if file.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
+                raise UnreadableFileError(
+                    f"{path} is a pointer of Git LFS, not the file itself: git lfs pull fetches it"
+                )
             yield file
     except FileNotFoundError:
         raise UnreadableFileError(f"{path} is missing") from None

@@ -120,10 +120,19 @@ def test_depth_is_shown_and_changed(model: Path) -> None:
 
 def test_chat_bad_input_is_reported_and_the_chat_goes_on(model: Path) -> None:
     """Input that is not allowed is reported as an error, and the conversation goes on."""
-    wrong = ("/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99", "word " * 3000)
+    wrong = ("/dance", "/depth d3 alpha=x", "/depth d3 alpha=0.9 start=0.6 tail=99")
     result = chat(model, *wrong, QUESTION)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 4
+    assert len(errors) == 3
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_message_from_a_pipe_without_an_answer_ends_in_1(model: Path) -> None:
+    """A script learns that an answer is missing among those on stdout."""
+    small = ["--kv-cache-memory-bytes", str(2**24), "--device", "cpu", "--max-tokens", "2"]
+    result = invoke(["chat", str(model), *small], input=f"{'word ' * 3000}\n{QUESTION}\n/exit\n")
+    assert result.exit_code == 1
+    assert result.stderr.count("error: ") == 1
     assert len(result.stdout.splitlines()) == 1
 
 

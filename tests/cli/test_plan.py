@@ -128,6 +128,22 @@ def test_the_weights_are_those_that_a_rank_loads(scheme: str | None, tiny_llama:
     assert [fit["weights"] for fit in found] == (["bfloat16", "int8", "int4"] if scheme is None else [scheme])
 
 
+def test_plan_has_a_row_for_a_packed_file(tmp_path: Path) -> None:
+    """A GGUF file is planned for as a GPU holds it, on one device: with more, its matrices become floats."""
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    from gguf_files import write_gguf
+
+    packed, wide = (write_gguf(tmp_path / f"{name}.gguf", types=(name,), layers=1) for name in ("Q8_0", "Q2_K"))
+    words = ("--context", "64", "--answer", "8")
+    own, *others = planned(str(packed), "--gpus", "1GiB", *words)
+    assert own["weights"] == "as in the file"
+    assert 0.9 * packed.stat().st_size < own["weight_bytes"] < packed.stat().st_size
+    assert own["room"] - others[0]["room"] == others[0]["weight_bytes"] - own["weight_bytes"]
+    assert planned(str(packed), "--gpus", "1GiB,1GiB", *words)[0]["weights"] == "bfloat16"
+    as_floats, floats = planned(str(wide), "--gpus", "1GiB", *words)[:2]
+    assert as_floats["weight_bytes"] == floats["weight_bytes"]
+
+
 def test_plan_of_a_config_alone_says_what_cannot_be_sharded(tiny_llama: MakeLlama) -> None:
     """A config alone is enough, and the plan says why a scheme cannot be sharded."""
     config = str(tiny_llama().directory / "config.json")

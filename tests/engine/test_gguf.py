@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import struct
 import weakref
 from dataclasses import replace
@@ -21,7 +22,7 @@ from d3engine import D3, Engine, FullDepth, SamplingParams, Speculative
 from d3engine.cli import app
 from d3engine.engine.draft_model import load_draft_weights
 from d3engine.engine.engine_config import EngineConfig
-from d3engine.engine.model_directory import default_sampling_params, fetched_model
+from d3engine.engine.model_directory import default_sampling_params, fetched_model, model_directory
 from d3engine.engine.resolve import multiplies_bytes, resolve_settings
 from d3engine.errors import D3EngineError, InvalidValueError, ModelFormatError
 from d3engine.kernels.blocks import BlockLanesWeight, BlockWeight, StackedWeight
@@ -271,6 +272,24 @@ def test_file_of_another_kind_is_refused_by_what_may_be(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(InvalidValueError, match=r"model must be .*a GGUF file.*; got '.*notes\.txt'"):
         Engine(tmp_path / "notes.txt")
+
+
+def test_folder_stands_for_its_one_gguf_or_q4_k_m(small: Path, tmp_path: Path) -> None:
+    """A folder without safetensors stands for a GGUF file by the rule of a repository, and names them otherwise."""
+    folder = tmp_path / "download"
+    folder.mkdir()
+    for name in ("tiny-Q8_0.gguf", "mmproj-F16.gguf", "config.json"):
+        shutil.copy(small, folder / name)
+    assert model_directory(folder) == folder / "tiny-Q8_0.gguf"
+    assert answers(folder) == answers(small)
+    shutil.copy(small, folder / "tiny-Q2_K.gguf")
+    named = "model must be one of the GGUF files in this folder: tiny-Q2_K.gguf, tiny-Q8_0.gguf; got "
+    with pytest.raises(InvalidValueError, match=named):
+        Engine(folder)
+    shutil.copy(small, folder / "tiny-Q4_K_M.gguf")
+    assert model_directory(str(folder)) == folder / "tiny-Q4_K_M.gguf"
+    (folder / "model.safetensors").touch()
+    assert model_directory(folder) == folder
 
 
 def test_a_gguf_file_needs_no_suffix(small: Path) -> None:

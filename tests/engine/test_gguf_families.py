@@ -344,6 +344,8 @@ def test_another_architecture_is_refused_by_those_that_run(tmp_path: Path) -> No
     writer.close()
     known = "one of ernie4_5, exaone, exaone4, gemma, gemma2, gemma3, glm4, granite, internlm2, llama, minicpm"
     known += ", mistral3, olmo2, phi3, qwen2, qwen3, seed_oss, smollm3"
-    others = r"\(Mistral and InternLM3 are llama, OLMo 3 is olmo2\)"
+    others = (
+        r"\(Mistral and InternLM3 are llama, OLMo 3 is olmo2; of GLM-4 9B the safetensors of its -hf repository run\)"
+    )
     with pytest.raises(ModelFormatError, match=f"general.architecture must be {known} {others}; got 'chatglm'"):
         Engine(tmp_path / "model.gguf", skip_tokenizer_init=True)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from configs import llama_config
+from fixture_types import MakeLlama
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams, Speculative
 from d3engine.engine import host as host_memory
 from d3engine.engine import memory as cache_size
 from d3engine.engine import resolve
+from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.settings import EngineSettings
 from d3engine.model.config import ModelConfig
 from d3engine.model.shard import shard_of
@@ -120,6 +122,17 @@ def test_weights_that_leave_no_room_leave_a_length_all_the_same(
 ) -> None:
     monkeypatch.setattr("d3engine.engine.memory.weight_bytes", lambda *given: 9 * GIB)
     assert settings_of({"max_position_embeddings": 131_072}).max_model_len == 2048
+
+
+def test_weights_larger_than_the_memory_are_spoken_of(
+    tiny_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning comes before the system may end the process without a word."""
+    monkeypatch.setattr(cache_size, "machine_bytes", lambda: 8 * GIB)
+    for size, spoken in ((7 * GIB, []), (9 * GIB, ["the weights take 9.0 GiB, and this machine or its container has"])):
+        monkeypatch.setattr(cache_size, "weight_bytes", lambda *given, size=size: size)
+        resolve.resolve_settings(EngineConfig(model=tiny_llama().directory, device="cpu"))
+        assert [message[: len(spoken[0])] for message in caplog.messages] == spoken
 
 
 def test_default_length_on_a_gpu_fits_its_share_of_memory(

@@ -78,14 +78,15 @@ def test_config_saved_by_transformers_reads_back_the_same(tmp_path: Path) -> Non
     [
         ({"rope_type": "linear", "factor": 4.0}, 16_384),
         ({"rope_type": "dynamic", "factor": 1.5}, 6144),
-        (YARN, 4096),
+        (YARN, 8192),
+        (YARN | {"factor": 1.5}, 4096),
         (LLAMA3_ROPE, 4096),
         (None, 4096),
     ],
     ids=lambda value: str((value or {}).get("rope_type")) if not isinstance(value, int) else "",
 )
-def test_linear_and_dynamic_rope_stretch_the_positions(rope: dict[str, Any] | None, length: int) -> None:
-    """Linear and dynamic rope stretch the positions of the config."""
+def test_rope_with_a_factor_stretches_the_positions(rope: dict[str, Any] | None, length: int) -> None:
+    """Linear and dynamic rope stretch the positions of the config, and yarn those that it was trained at."""
     read = config(rope_scaling=rope, max_position_embeddings=4096)
     assert resolve_max_model_len(None, read) == length
     assert resolve_max_model_len(length, read) == length

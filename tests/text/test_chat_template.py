@@ -380,6 +380,16 @@ class TestLoading:
         assert template.render([USER]) == "plain"
         assert template.render([USER], tools=TOOLS) == "tools"
 
+    def test_tools_template_that_transformers_saves_is_read(self, tmp_path: Path) -> None:
+        """transformers saves a template for tools as a file of its own, in a folder."""
+        saved = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE()))
+        saved.chat_template = {"default": "plain", "tool_use": "tools"}
+        saved.save_pretrained(tmp_path)
+        template = load_chat_template(tmp_path)
+        assert template is not None
+        assert template.render([USER]) == "plain"
+        assert template.render([USER], tools=TOOLS) == "tools"
+
     @pytest.mark.parametrize("value", [3, [], [{"name": "tool_use", "template": "x"}], [{"name": "default"}], {}])
     def test_a_malformed_template_field_is_refused_by_name(self, tmp_path: Path, value: object) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}), encoding="utf-8")

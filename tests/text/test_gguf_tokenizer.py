@@ -17,7 +17,9 @@ import sentencepiece
 from gguf_files import SMALL, bpe_keys, corpus, many_texts, sentencepiece_keys, sentencepiece_model, write_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from d3engine.cli import app
 from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.gguf_file import open_gguf
@@ -150,6 +152,24 @@ def test_a_name_that_stands_for_nothing_known_is_refused(tmp_path: Path, keys: d
     path = write_gguf(tmp_path / "model.gguf", tokenizer=given, changes=changes, **SMALL)
     with pytest.raises(ModelFormatError, match=rf"tokenizer\.ggml\.pre must be one of .*, smollm.*; got {pre!r}"):
         load_tokenizer(path)
+
+
+def test_file_of_an_unknown_name_runs_with_a_given_tokenizer(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """What the refusal advises is an option of the commands."""
+    known, unknown = (
+        write_gguf(tmp_path / f"{pre}.gguf", tokenizer=keys | {"tokenizer.ggml.pre": pre}, **SMALL)
+        for pre in ("smollm", "viking")
+    )
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer.json").write_bytes(files_of(known).read_bytes("tokenizer.json"))
+    words = ["generate", "a block", "--max-tokens", "4", "--temperature", "0", "--max-model-len", "32"]
+    refused, answered, wanted = (
+        CliRunner().invoke(app, [words[0], str(model), *words[1:], *more])
+        for model, more in ((unknown, []), (unknown, ["--tokenizer", str(tmp_path / "own")]), (known, []))
+    )
+    assert "or give a directory with the model's tokenizer.json as tokenizer" in " ".join(refused.stderr.split())
+    assert answered.exit_code == wanted.exit_code == 0
+    assert answered.stdout == wanted.stdout != ""
 
 
 @pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("smollm", False)])

@@ -216,6 +216,29 @@ OPENERS = ("open", "os.open", "safe_open", "torch.load", "np.load", "np.memmap",
 NO_PATHS = ("self.", "files.", "archive.", "chat.")
 
 
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("model.safetensors", open_weights), ("tokenizer.json", load_tokenizer), ("model.gguf", open_gguf)],
+)
+def test_pointer_of_git_lfs_is_named_as_one(folder: Path, name: str, read: Callable[[Path], Any]) -> None:
+    """A clone without Git LFS has a pointer in place of each large file, and the error says so."""
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelFormatError, match=rf"{name} is a pointer of Git LFS, not the file itself: git lfs pull"):
+        read(folder / name if name == "model.gguf" else folder)
+
+
+def test_folder_that_may_not_be_looked_into_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without the right to look into it is no folder without a model."""
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "lstat", refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ModelFormatError, match=r"config\.json cannot be read: Permission denied"):
+        ModelConfig.from_directory(folder)
+
+
 def test_only_one_module_opens_the_files_of_users() -> None:
     root = Path(__file__).parents[2]
     calls = {

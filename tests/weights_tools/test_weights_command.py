@@ -172,3 +172,7 @@ def test_verify_finds_what_the_loader_would(converted: Path) -> None:
     (converted / "generation_config.json").write_text('{"top_p": "x"}')
     wanted = "generation_config.json: top_p must be a finite number of at least 0; got 'x'"
     assert wanted in run("verify", converted).stderr
+    (converted / "generation_config.json").unlink()
+    change_json(converted / "config.json", lambda config: config.pop("torch_dtype"))
+    (converted / "tokenizer.json").write_text('{"version": "1.0", "model": {"ty')
+    assert "tokenizer.json: is no valid tokenizer.json" in run("verify", converted).stderr
