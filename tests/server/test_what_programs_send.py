@@ -128,7 +128,7 @@ def test_a_role_that_no_template_names_is_refused(client: AsyncEngine) -> None:
             if status == 400:
                 error = answer.json()["error"]
                 assert error["param"] == "messages[1].role"
-                assert f"messages[1].role must be 'system' or 'user' or" in error["message"]
+                assert "messages[1].role must be 'system' or 'user' or" in error["message"]
                 assert repr(role) in error["message"]
 
 

@@ -36,8 +36,8 @@ class ChatStyle:
     """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
 
     `variables` are those that switch reasoning. With `arguments_as_text` it writes the arguments of earlier calls only
-    if they are JSON text. `words` are those that it quotes, its roles among them. `special_ids` are the tokenizer's special
-    tokens by their spelling.
+    if they are JSON text. `words` are those that it quotes, its roles among them. `special_ids` are the tokenizer's
+    special tokens by their spelling.
     """
 
     shows_tools: bool = False
