@@ -115,7 +115,8 @@ class AsyncEngine(EngineProperties):
 
     def _begin(self, front: Front, transport: Transport) -> None:
         self._pools = {
-            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}") for kind in ("short", "long", "form")
+            kind: ThreadPoolExecutor(_READERS, f"d3engine-reader-{kind}")
+            for kind in ("short", "long", "form", "adapter")
         }
         self._wakers: weakref.WeakValueDictionary[int, LoopWaker] = weakref.WeakValueDictionary()
         self._last_stats: EngineStats | None = None  # while it sleeps
@@ -147,7 +148,8 @@ class AsyncEngine(EngineProperties):
         A short one is read here and now: to have a thread do it takes longer.
         """
         read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
-        # An adapter may have to be loaded, or wait for another that is.
+        if lora_request is not None and not self._front.adapters.is_loaded(lora_request):
+            return await self._in_pool("adapter", read)
         if lora_request is None and _is_short(prompt) and (params is None or _is_plain(params)):
             return self._read(read)
         return await self._in_pool(_kind_of(prompt, params), read)
@@ -280,7 +282,7 @@ class AsyncEngine(EngineProperties):
 
         Raises `InvalidValueError` for a name that is taken, and for what is no LoRA adapter of this model.
         """
-        await self._in_pool("long", self._front.adapters.load, name, path)
+        await self._in_pool("adapter", self._front.adapters.load, name, path)
         if self.has_process:
             try:
                 await self._ask("load_lora_adapter", name, os.fspath(path))

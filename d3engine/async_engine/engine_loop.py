@@ -49,11 +49,11 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """What came for `key` cannot be done: its reader gets the error in its turn."""
+class Done:
+    """What came for `key` was done by another thread: its reader gets a value, or an error, in its turn."""
 
     key: int
-    error: Exception
+    reply: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Stop:
     """End the loop."""
 
 
-ASKED: Final = frozenset({"stats", "reset_prefix_cache", "load_lora_adapter", "unload_lora_adapter"})
+ASKED: Final = frozenset({"stats", "reset_prefix_cache"})
 """The methods that may be asked for."""
 
-Message: TypeAlias = Add | Leave | Abort | Ask | Refuse | Stop
+Message: TypeAlias = Add | Leave | Abort | Ask | Done | Stop
 
 
 Reply: TypeAlias = "tuple[int, Any]"
@@ -198,8 +198,8 @@ class EngineLoop:
             case Ask(key, method, arguments):
                 assert method in ASKED
                 self._answer(key, lambda: self._batcher.put(key, getattr(self._engine, method)(*arguments)))
-            case Refuse(key, error):
-                self._batcher.put(key, error)
+            case Done(key, reply):
+                self._batcher.put(key, reply)
             case Stop():
                 self._stopped = True
 

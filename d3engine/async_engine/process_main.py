@@ -90,22 +90,15 @@ def _receive(context: Any, address: str, engine: Engine, loop: EngineLoop) -> No
     """Put what comes into the loop's inbox, requests checked again: this process trusts no message."""
     socket = context.socket(zmq.PULL)
     socket.connect(address)
-    inbox = _Inbox(engine, loop)
+    inbox = Inbox(engine, loop)
     while True:
-        match wire.decode_message(socket.recv()):
-            case wire.Add() as add:
-                inbox.add(add)
-            case wire.Leave(key):
-                inbox.leave(key)
-            case wire.Abort(request_id):
-                inbox.abort(request_id)
-            case wire.Ask(key, method, arguments):
-                loop.inbox.put(messages.Ask(key, method, arguments))
-            case wire.Stop():
-                loop.inbox.put(messages.Stop())
+        inbox.take(wire.decode_message(socket.recv()))
 
 
-class _Inbox:
+_OF_ADAPTERS = frozenset({"load_lora_adapter", "unload_lora_adapter"})
+
+
+class Inbox:
     """Puts requests into a loop's inbox; what takes long to read is read by other threads, and the rest goes on.
 
     What is said of a request that is still being read comes behind it.
@@ -114,25 +107,56 @@ class _Inbox:
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         self._engine = engine
         self._put = loop.inbox.put
-        self._readers = {kind: ThreadPoolExecutor(1, f"d3engine-reader-{kind}") for kind in ("long", "form")}
+        self._readers = {kind: ThreadPoolExecutor(1, f"d3engine-reader-{kind}") for kind in ("long", "form", "adapter")}
         self._unread: dict[int, ThreadPoolExecutor] = {}
 
-    def add(self, add: wire.Add) -> None:
-        has_form = add.params.get("structured_outputs") is not None
-        if not has_form and work_of(add.params) < LONG_WORK:
+    def take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Add() as add:
+                self._add(add)
+            case wire.Leave(key):
+                self._leave(key)
+            case wire.Abort(request_id):
+                self._abort(request_id)
+            case wire.Ask() as ask if ask.method in _OF_ADAPTERS:
+                self._readers["adapter"].submit(self._adapt, ask)  # in the order in which they come
+            case wire.Ask(key, method, arguments):
+                self._put(messages.Ask(key, method, arguments))
+            case wire.Stop():
+                self._put(messages.Stop())
+
+    def _add(self, add: wire.Add) -> None:
+        kind = self._kind_of(add)
+        if kind is None:
             self._put(_prepared(self._engine, add))
             return
-        reader = self._unread[add.key] = self._readers["form" if has_form else "long"]
+        reader = self._unread[add.key] = self._readers[kind]
         reader.submit(self._read, add)
 
-    def leave(self, key: int) -> None:
+    def _kind_of(self, add: wire.Add) -> str | None:
+        """Which threads read a request; None: it is read at once."""
+        if add.adapter is not None and not self._engine.adapters.is_loaded(_lora_request(add)):
+            return "adapter"
+        if add.params.get("structured_outputs") is not None:
+            return "form"
+        return "long" if work_of(add.params) >= LONG_WORK else None
+
+    def _adapt(self, ask: wire.Ask) -> None:
+        reply = None
+        try:
+            getattr(self._engine, ask.method)(*ask.arguments)
+        except Exception as error:
+            reply = error
+        self._put(messages.Done(ask.key, reply))
+
+    def _leave(self, key: int) -> None:
         reader = self._unread.get(key)
         if reader is None:
             self._put(messages.Leave(key))
         else:
             reader.submit(self._put, messages.Leave(key))
 
-    def abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str) -> None:
         self._put(messages.Abort(request_id))
         if self._unread:
             for reader in self._readers.values():
@@ -146,11 +170,14 @@ class _Inbox:
 def _prepared(engine: Engine, add: wire.Add) -> messages.Message:
     try:
         params = wire.params_of(add.params)
-        adapter = None if add.adapter is None else dict(zip(("lora_name", "lora_path"), add.adapter, strict=True))
-        prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority, lora_request=adapter)
+        prepared = engine.prepare(add.token_ids, params, add.request_id, add.priority, lora_request=_lora_request(add))
     except Exception as error:
-        return messages.Refuse(add.key, error)
+        return messages.Done(add.key, error)
     return messages.Add(add.key, replace(prepared, prompt=add.prompt, flow=add.flow))
+
+
+def _lora_request(add: wire.Add) -> dict[str, str] | None:
+    return None if add.adapter is None else dict(zip(("lora_name", "lora_path"), add.adapter, strict=True))
 
 
 def arguments_of(plain: dict[str, Any]) -> dict[str, Any]:

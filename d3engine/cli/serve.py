@@ -30,6 +30,7 @@ from d3engine.utils.version import __version__
 
 if TYPE_CHECKING:
     from d3engine.async_engine.async_engine import AsyncEngine
+    from d3engine.engine.settings import EngineSettings
     from d3engine.engine.stats import EngineStats
     from d3engine.server.models import FurtherModel, FurtherModels
     from d3engine.server.settings import ServerSettings
@@ -95,20 +96,30 @@ def serve(
 
     with bind(settings.guards) as bound:
         from d3engine.async_engine.async_engine import AsyncEngine
+        from d3engine.engine.engine_config import EngineConfig
+        from d3engine.engine.resolve import resolve_settings
         from d3engine.server.models import FurtherModels
 
         transport = {None: "auto", True: "process", False: "thread"}[engine_process]
 
-        def load(name: str, max_model_len: int | None) -> AsyncEngine:
-            arguments = engine_arguments(name, {**engine_options, "max_model_len": max_model_len}, LOOPS_CORE)
+        def arguments_of(name: str, max_model_len: int | None) -> dict[str, Any]:
+            options = {**engine_options, "max_model_len": max_model_len}
+            arguments: dict[str, Any] = engine_arguments(name, options, LOOPS_CORE)
             if name == model:  # adapters are of the first model, and a file keeps the prefixes of one
                 arguments |= adapters
             else:
                 arguments.pop("prefix_cache_file", None)
-            return AsyncEngine(name, transport=transport, depth=depth, stream_interval=stream_interval, **arguments)
+            return {"model": name, "depth": depth, "stream_interval": stream_interval, **arguments}
 
-        models, taken, room = _further_models(model, further.get("models", []), settings, engine_options, load)
-        engine = load(model, engine_options.get("max_model_len"))
+        def load(name: str, max_model_len: int | None) -> AsyncEngine:
+            return AsyncEngine(transport=transport, **arguments_of(name, max_model_len))
+
+        def settings_of(name: str, max_model_len: int | None) -> EngineSettings:
+            return resolve_settings(EngineConfig(**arguments_of(name, max_model_len)))
+
+        names = [model, *further.get("models", [])]
+        length, models, taken, room = _further_models(names, settings, engine_options, load, settings_of)
+        engine = load(model, length)
         if depth == "auto":
             tell_own_setting(engine, model)
         make = partial(FurtherModels, models, first_bytes=taken, room_bytes=room, ttl=further.get("ttl"))
@@ -116,21 +127,23 @@ def serve(
 
 
 def _further_models(
-    first: str,
     names: list[str],
     settings: ServerSettings,
     engine_options: Options,
     load: Callable[[str, int | None], AsyncEngine],
-) -> tuple[list[FurtherModel], int, int | None]:
-    """The models beside the first, the bytes that the first takes, and those that the others may take together.
+    settings_of: Callable[[str, int | None], EngineSettings],
+) -> tuple[int | None, list[FurtherModel], int, int | None]:
+    """The first model's length, those beside it, its bytes, and those that the others may take together.
 
-    The last is None where nothing says it.
+    The last is None where nothing says it. Without an option that says otherwise a further model's length is one for
+    which there is room beside the first.
 
-    Raises `InvalidValueError` for one that is not there, or does not fit beside the first.
+    Raises `InvalidValueError` for a model that is not there, or does not fit beside the first.
     """
     from d3engine.cli.server_options import own_name
+    from d3engine.engine.device import resolve_device
     from d3engine.engine.host import GIB, machine_bytes
-    from d3engine.engine.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE
+    from d3engine.engine.memory import CPU_CACHE_BYTES, CPU_MEMORY_SHARE, LEAST_LENGTH, num_blocks
     from d3engine.engine.model_directory import model_files
     from d3engine.model.config import ModelConfig
     from d3engine.server.models import FurtherModel
@@ -138,25 +151,41 @@ def _further_models(
     def file_bytes(directory: Path) -> int:  # which the weights take too, about
         return sum(file.stat().st_size for file in model_files(directory))
 
-    cache = engine_options.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+    most, kv_bytes = engine_options.get("max_model_len"), engine_options.get("kv_cache_memory_bytes")
+    is_on_cpu = resolve_device(engine_options.get("device", "auto")).type == "cpu"
+
+    def with_cache(name: str, length: int | None) -> tuple[int | None, int]:
+        """The length that a model's engine has, and the bytes of its KV cache."""
+        if not is_on_cpu:
+            return length, kv_bytes or CPU_CACHE_BYTES
+        own = settings_of(name, length)
+        return own.max_model_len, num_blocks(own, lambda: 0) * own.block_bytes
+
+    first, *others = names
     machine = machine_bytes()
     taken = [*settings.model_names, *settings.depth_aliases]
     found: list[FurtherModel] = []
+    first_length, cache = with_cache(first, most) if others else (most, 0)
     first_bytes = file_bytes(model_directory(first)) + cache
     room = None if machine is None else int(CPU_MEMORY_SHARE * machine) - first_bytes
-    for name in names:
+    for name in others:
         directory, own = model_directory(name), own_name(name)
         require(own not in taken, "--model", name, "a model of another name than those that are served")
         taken.append(own)
-        needed = file_bytes(directory) + cache
+        config, weights = ModelConfig.from_directory(directory), file_bytes(directory)
+        length, cache = with_cache(name, None if most is None else min(most, config.max_position_embeddings))
+        if room is not None and length is not None and most is kv_bytes is None and weights + cache > room:
+            fits = int((room - weights) / cache * length) // 256 * 256  # a cache of more than its least grows so
+            if fits >= LEAST_LENGTH:
+                note(f"{own}: max_model_len is {fits:,}, what the memory has room for beside {first}")
+                length, cache = with_cache(name, fits)
+        needed = weights + cache
         allowed = f"a model that fits beside {first}: it takes about {needed / GIB:.1f} GiB with its KV cache, and"
-        allowed += f" {(room or 0) / GIB:.1f} GiB are left (--kv-cache-memory-bytes makes caches smaller)"
+        allowed += f" {max(0, room or 0) / GIB:.1f} GiB are left (--max-model-len and --kv-cache-memory-bytes make"
+        allowed += " caches smaller)"
         require(room is None or needed <= room, "--model", name, allowed)
-        config = ModelConfig.from_directory(directory)
-        most = engine_options.get("max_model_len")
-        own_length = None if most is None else min(most, config.max_position_embeddings)
-        found.append(FurtherModel(own, partial(load, name, own_length), needed, directory, config))
-    return found, first_bytes, room
+        found.append(FurtherModel(own, partial(load, name, length), needed, directory, config, length))
+    return first_length, found, first_bytes, room
 
 
 def _run(

@@ -46,10 +46,11 @@ class AdapterStore:
         self._most = most
         self._absent = absent
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # of the thread that reads files, which takes `_lock` before and after alone
         self._by_name: OrderedDict[str, Adapter] = OrderedDict()  # the one used last stands last
         self._ids: dict[str, int] = {}
         self._passing: set[str] = set()  # those that a request has brought
-        self._paths: dict[str, str] = {}  # replaced and never changed: to read it takes no lock, which loading holds
+        self._paths: dict[str, str] = {}  # replaced and never changed: to read it takes no lock
 
     @property
     def paths(self) -> dict[str, str]:
@@ -69,15 +70,18 @@ class AdapterStore:
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Load an adapter to stay until `unload`; raises `InvalidValueError` for a name that is taken."""
         require_name("lora_name", name)
-        with self._lock:
-            known = self._by_name.get(name)
-            if known is not None and name in self._passing and known.path == _absolute(path):
+        with self._reading:
+            with self._lock:
+                known = self._by_name.get(name)
+                if known is not None:
+                    is_brought = name in self._passing and known.path == _absolute(path)
+                    require(is_brought, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
+            adapter = known or self._read(name, _absolute(path))
+            with self._lock:
+                self._by_name[name] = adapter
                 self._passing.discard(name)
-            else:
-                require(known is None, "lora_name", name, "the name of no adapter that is loaded (unload it first)")
-                known = self._load(name, _absolute(path))
-            self._paths = self._paths | {name: str(known.path)}
-            return known
+                self._paths = self._paths | {name: str(adapter.path)}
+            return adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter; requests that have begun keep it. Raises `InvalidValueError` for an unknown name."""
@@ -85,6 +89,13 @@ class AdapterStore:
             require(name in self._by_name, "lora_name", name, f"one of the loaded adapters ({self._shown()})")
             self._forget(name)
             self._paths = {one: path for one, path in self._paths.items() if one != name}
+
+    def is_loaded(self, asked: object) -> bool:
+        """Whether a `lora_request` needs no file and waits for none. Raises `InvalidValueError` as `of_request`."""
+        name, _, path = _read_request(asked)
+        with self._lock:
+            known = self._by_name.get(name)
+        return known is not None and (not path or known.path == _absolute(path))
 
     def of_request(self, asked: object) -> Adapter | None:
         """The adapter of a `lora_request`: None, a name, a path, or an object with vLLM's attributes.
@@ -94,23 +105,38 @@ class AdapterStore:
         if asked is None:
             return None
         name, number, path = _read_request(asked)
+        adapter = self._known(name, path, number)
+        if adapter is None:
+            with self._reading:
+                adapter = self._known(name, path, number)  # another thread may have read it meanwhile
+                if adapter is None:
+                    place = asked if path is None and isinstance(asked, str) and Path(asked).is_dir() else path
+                    adapter = self._brought(name, place, number)
+        return adapter
+
+    def _known(self, name: str, path: str | None, number: int | None) -> Adapter | None:
         with self._lock:
             adapter = self._by_name.get(name)
-            if adapter is None:
-                if path is None and isinstance(asked, str) and Path(asked).is_dir():
-                    path = asked
-                allowed = f"the name of a loaded adapter ({self._shown()}), or one with its lora_path"
-                require(bool(path), "lora_request", name, allowed)
-                assert path is not None
-                adapter = self._load(name, _absolute(path))
-                self._passing.add(name)
-            elif path:
-                is_same = adapter.path == _absolute(path)
-                require(is_same, "lora_path", path, f"{str(adapter.path)!r}, from which {name!r} is loaded")
+            if adapter is not None:
+                allowed = f"{str(adapter.path)!r}, from which {name!r} is loaded"
+                require(not path or adapter.path == _absolute(path), "lora_path", path, allowed)
+                if number is not None:
+                    self._check_number(name, number)
+                self._by_name.move_to_end(name)
+            return adapter
+
+    def _brought(self, name: str, path: str | None, number: int | None) -> Adapter:
+        with self._lock:
+            allowed = f"the name of a loaded adapter ({self._shown()}), or one with its lora_path"
+        require(bool(path), "lora_request", name, allowed)
+        assert path is not None
+        adapter = self._read(name, _absolute(path))
+        with self._lock:
+            self._by_name[name] = adapter
+            self._passing.add(name)
             if number is not None:
                 self._check_number(name, number)
-            self._by_name.move_to_end(name)
-            return adapter
+        return adapter
 
     def _check_number(self, name: str, number: int) -> None:
         other = next((one for one, its in self._ids.items() if its == number and one != name), None)
@@ -118,21 +144,21 @@ class AdapterStore:
         allowed = f"a number of {name!r} alone ({other!r} has it)" if other else f"{known}, which {name!r} has"
         require(other is None and known == number, "lora_int_id", number, allowed)
 
-    def _load(self, name: str, path: Path) -> Adapter:
+    def _read(self, name: str, path: Path) -> Adapter:
+        """Read files, and make room for what they hold; large ones take seconds, in which `_lock` is free."""
         if self._absent is not None:
             raise InvalidValueError("lora_request", name, f"None here: {self._absent}")
-        if len(self._by_name) >= self._most:
-            oldest = next((one for one in self._by_name if one in self._passing), None)
-            allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
-            require(oldest is not None, "lora_name", name, allowed)
-            assert oldest is not None
-            self._forget(oldest)
+        with self._lock:
+            if len(self._by_name) >= self._most:
+                oldest = next((one for one in self._by_name if one in self._passing), None)
+                allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
+                require(oldest is not None, "lora_name", name, allowed)
+                assert oldest is not None
+                self._forget(oldest)
         try:
-            adapter = read_adapter(name, path, self._config, **self._kind)
+            return read_adapter(name, path, self._config, **self._kind)
         except ModelFormatError as error:
             raise InvalidValueError("lora_path", str(path), f"an adapter of this model ({error})") from None
-        self._by_name[name] = adapter
-        return adapter
 
     def _forget(self, name: str) -> None:
         del self._by_name[name]

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class FurtherModel:
     """What is known of a model before it is loaded: its id, what makes its engine in a thread, about how many bytes its
-    weights and its KV cache take, and its files.
+    weights and its KV cache take, its files, and how long a text may be; None: the model's own length.
     """
 
     name: str
@@ -38,6 +38,7 @@ class FurtherModel:
     num_bytes: int
     directory: Path
     config: ModelConfig
+    max_model_len: int | None = None
 
 
 @dataclass(eq=False)
@@ -118,7 +119,7 @@ class FurtherModels:
         place = self._places[name]
         if place.served is not None:
             return place.served.models.card(name)
-        length = self._models[name].config.max_position_embeddings
+        model = self._models[name]
         return {
             "id": name,
             "object": "model",
@@ -126,7 +127,7 @@ class FurtherModels:
             "owned_by": "d3engine",
             "root": name,
             "parent": None,
-            "max_model_len": length,
+            "max_model_len": model.max_model_len or model.config.max_position_embeddings,
         }
 
     def place_of(self, given: object) -> _Place | None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY as KW_ONLY
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_origin
 
@@ -190,6 +191,12 @@ def accepts(
     def decorate(method: Callable[[S, C], None]) -> Callable[Concatenate[S, P], None]:
         @wraps(method)
         def with_arguments(self: S, /, *arguments: P.args, **named: P.kwargs) -> None:
+            for name in named:
+                if name not in signature.parameters and name not in (renamed or {}):
+                    alike = get_close_matches(name, signature.parameters, 1)
+                    hint = f"; did you mean {alike[0]!r}?" if alike else ""
+                    called = type(self).__name__
+                    raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
             method(self, config(*arguments, **with_new_names(named, renamed or {})))
 
         signature = inspect.signature(config)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ from d3engine import (
     SamplingParams,
     Speculative,
 )
+from d3engine.async_engine import wire
+from d3engine.async_engine.engine_loop import EngineLoop
+from d3engine.async_engine.process_main import Inbox
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 from d3engine.executor import adapters
@@ -291,26 +295,70 @@ async def test_async_engine_loads_and_unloads_at_work(
 async def test_event_loop_goes_on_while_an_adapter_is_read(
     adapted: Adapted, monkeypatch: pytest.MonkeyPatch, native_library: None
 ) -> None:
-    """Other requests are read meanwhile, those that name an adapter among them."""
+    """Other requests are answered meanwhile, those that name an adapter among them, and adapters are unloaded."""
+    begun, goes_on = held_reading(monkeypatch)
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
+    modules = {"all": str(adapted.paths["all"])}
+    async with AsyncEngine(adapted.model, device="cpu", transport="thread", lora_modules=modules, **options) as engine:
+        begun.clear()
+        goes_on.clear()
+        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
+        assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
+        assert list(engine.lora_adapters) == ["all"]
+        # More of them than threads read the requests of adapters that are not there yet.
+        waiting = [asyncio.create_task(engine.prepare(PROMPTS[0], GREEDY, lora_request="some")) for _ in range(3)]
+        async with asyncio.timeout(HANG_SECONDS / 2):
+            *_, last = [output async for output in engine.generate(PROMPTS[0], GREEDY, lora_request="all")]
+            await engine.unload_lora_adapter("all")
+        assert last.finished
+        goes_on.set()
+        await asyncio.gather(loading, *waiting)
+        assert list(engine.lora_adapters) == ["some"]
+
+
+def held_reading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """What is set when an adapter begins to be read, and what lets it be read while it is set, as it is now."""
     begun, goes_on, read = threading.Event(), threading.Event(), adapters.read_adapter
+    goes_on.set()
 
     def wait_and_read(*given: Any, **named: Any) -> Any:
         begun.set()
         assert goes_on.wait(HANG_SECONDS)
         return read(*given, **named)
 
-    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 2**22}
-    modules = {"all": str(adapted.paths["all"])}
-    async with AsyncEngine(adapted.model, device="cpu", transport="thread", lora_modules=modules, **options) as engine:
-        monkeypatch.setattr(adapters, "read_adapter", wait_and_read)
-        loading = asyncio.create_task(engine.load_lora_adapter("some", adapted.paths["some"]))
-        assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
-        assert list(engine.lora_adapters) == ["all"]
-        preparing = asyncio.create_task(engine.prepare(PROMPTS[0], GREEDY, lora_request="all"))
-        await asyncio.sleep(0)
-        goes_on.set()
-        await asyncio.gather(loading, preparing)
-        assert list(engine.lora_adapters) == ["all", "some"]
+    monkeypatch.setattr(adapters, "read_adapter", wait_and_read)
+    return begun, goes_on
+
+
+@pytest.mark.parametrize("message", ["load", "first use"])
+def test_a_process_steps_and_takes_while_it_reads_an_adapter(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    """The loop and the inbox of an engine's process wait for no adapter that others load."""
+    begun, goes_on = held_reading(monkeypatch)
+    replies: SimpleQueue[Any] = SimpleQueue()
+    with engine_of(adapted, lora_modules=None, backend="torch") as engine:
+        loop = EngineLoop(engine, lambda batch: [replies.put(one) for one in batch] and None)
+        inbox, runner = Inbox(engine, loop), threading.Thread(target=loop.run)
+        runner.start()
+        try:
+            goes_on.clear()
+            named, params = ("some", str(adapted.paths["some"])), wire.plain_params(GREEDY)
+            asked = {
+                "load": wire.Ask(1, "load_lora_adapter", named),
+                "first use": wire.Add(1, None, None, PROMPTS[0], params, 0, adapter=named),
+            }
+            inbox.take(asked[message])
+            assert begun.wait(HANG_SECONDS)
+            inbox.take(wire.Add(2, None, None, PROMPTS[0], params, 0))
+            while not getattr((reply := replies.get(timeout=HANG_SECONDS / 2))[1], "finished", False):
+                assert reply[0] == 2
+            goes_on.set()
+            assert replies.get(timeout=HANG_SECONDS)[0] == 1
+        finally:
+            goes_on.set()
+            inbox.take(wire.Stop())
+            runner.join()
 
 
 @on_a_loop

@@ -11,7 +11,7 @@ import pytest
 from fixture_types import MakeEngine
 
 import d3engine
-from d3engine import D3, FullDepth, InvalidValueError, SamplingParams
+from d3engine import D3, AsyncEngine, Engine, FullDepth, InvalidValueError, SamplingParams
 from d3engine.depth import Schedule
 from d3engine.engine import request_registry
 from d3engine.engine.new_requests import NUM_KEPT, NewRequests
@@ -94,3 +94,13 @@ def test_steering_over_several_devices_is_refused() -> None:
     requests.prepare([5, 6, 7], SamplingParams(capture=1))
     with pytest.raises(InvalidValueError, match="steer must be None where tensor_parallel_size is above 1"):
         requests.prepare([5, 6, 7], SamplingParams(steer={1: [0.5] * DEMO.hidden_size}))
+
+
+@pytest.mark.parametrize("kind", [Engine, AsyncEngine])
+def test_a_misspelled_argument_is_named_with_the_nearest(kind: type) -> None:
+    """The class that is called refuses it, not the dataclass of its arguments."""
+    said = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'max_modellen'; did you mean 'max_model_len'\?$"
+    with pytest.raises(TypeError, match=said):
+        kind("demo", max_modellen=8)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got an unexpected keyword argument 'zzzz'$"):
+        kind("demo", zzzz=8)

@@ -4,14 +4,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from invoking import refused
+from invoking import refused, succeed
 from serving import serving
+from tiny_models import save_tiny_llama
 
 from d3engine import AsyncEngine, ModelFormatError
+from d3engine.cli import serve
+from d3engine.cli.commands import ExitCode
+from d3engine.engine import host, memory
 from d3engine.server.app import create_app
 from d3engine.server.models import FurtherModel, FurtherModels
 from d3engine.server.settings import ServerSettings
@@ -243,8 +248,31 @@ def test_a_first_model_that_sleeps_leaves_its_room(client: AsyncEngine) -> None:
         (["--model", "demo"], "--model must be a model of another name than those that are served; got 'demo'"),
         (["--model", "/does/not/exist"], "/does/not/exist"),
         (["--model-ttl", "0"], "--model-ttl must be a finite number in (0, 86400]; got 0"),
-        (["--served-model-name", "a", "--model", "demo", "--kv-cache-memory-bytes", str(2**50)], "that fits beside"),
+        (
+            ["--served-model-name", "a", "--model", "demo", "--kv-cache-memory-bytes", str(2**50)],
+            "--kv-cache-memory-bytes must be at most",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_loaded(words: list[str], said: str) -> None:
     assert said in refused(["serve", "demo", "--port", "0", *words])
+
+
+def test_a_model_whose_longest_text_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV cache of one text counts where that is above 1 GiB; a default length is one that there is room for."""
+    for name in ("a", "b"):  # 12 KiB a token
+        save_tiny_llama(tmp_path / name, max_position_embeddings=2**18, num_key_value_heads=4, head_dim=128)
+    for module in (host, memory):
+        monkeypatch.setattr(module, "machine_bytes", lambda: 5 * 2**29)
+    words = ["--port", "0", "--device", "cpu", "--model", str(tmp_path / "b")]
+    stderr = refused(["serve", str(tmp_path / "a"), *words, "--max-model-len", "100000"])
+    said = f"a model that fits beside {tmp_path / 'a'}: it takes about 1.1 GiB with its KV cache, and 1.1 GiB are left"
+    assert said in stderr
+    shown: list[FurtherModel] = []
+    monkeypatch.setattr(serve, "_run", lambda *given: shown.extend(given[-1].args[0]) or ExitCode.DONE)
+    stderr = succeed(["serve", "demo", *words]).stderr
+    (model,) = shown
+    assert f"b: max_model_len is {model.max_model_len:,}, what the memory has room for beside demo" in stderr
+    assert model.max_model_len is not None
+    assert 2**17 < model.max_model_len < 184_000, "what the memory has room for alone"
+    assert 2**30 < model.num_bytes < 0.9 * 5 * 2**29 - 2**29

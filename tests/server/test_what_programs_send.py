@@ -102,12 +102,34 @@ def test_a_developer_is_the_system_of_templates_without_one(client: AsyncEngine)
     counts: dict[tuple[str, str], int] = {}
     with serving_demo(client, trust_request_chat_template=True) as url:
         for template in (known, own):
-            for role in ("system", "developer", "robot"):
+            for role in ("system", "developer", "tool"):
                 turns = [{"role": role, "content": "Be brief and be right."}, *TURNS]
                 answer = httpx.post(f"{url}/tokenize", json={"messages": turns, "chat_template": template})
                 counts[template, role] = answer.json()["count"]
-    assert counts[known, "developer"] == counts[known, "system"] > counts[known, "robot"]
-    assert counts[own, "developer"] > counts[own, "system"] == counts[own, "robot"]
+    assert counts[known, "developer"] == counts[known, "system"] > counts[known, "tool"]
+    assert counts[own, "developer"] > counts[own, "system"] == counts[own, "tool"]
+
+
+def test_a_role_that_no_template_names_is_refused(client: AsyncEngine) -> None:
+    """A template that writes any role's name would show the model one that it has never seen."""
+    any_role = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with_reader = "{% for m in messages %}{% if m.role == 'reader' %}!{% endif %}{{ m.content }}{% endfor %}"
+    with serving_demo(client, trust_request_chat_template=True) as url:
+        for template, role, status in (
+            (any_role, "reader", 400),
+            (with_reader, "reader", 200),
+            (any_role, "developer", 200),
+            (any_role, "tool", 200),
+            (with_reader, "writer", 400),
+        ):
+            body = {"messages": [*TURNS, {"role": role, "content": "Tom."}], "chat_template": template, "max_tokens": 1}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                error = answer.json()["error"]
+                assert error["param"] == "messages[1].role"
+                assert "messages[1].role must be 'system' or 'user' or" in error["message"]
+                assert repr(role) in error["message"]
 
 
 def test_an_answer_without_text_can_be_sent_back(http: httpx.Client) -> None:

@@ -247,7 +247,7 @@ class EarlierCall(Struct, kw_only=True):
 
 
 class Turn(Struct, kw_only=True):
-    """One of a chat's `messages`; the model's template says which roles there are, and may read further fields."""
+    """One of a chat's `messages`; the model's template may name further roles, and read further fields."""
 
     role: str
     content: str | list[TextPart] | None = None
