@@ -317,7 +317,7 @@ def measure_command(
     """Measure what policies, bridges and students lose against full depth where a token was generated.
 
     On the held-out answers, all of which are read as they stand: KL divergence and the same likeliest token, with 95 %
-    intervals over texts, by kind of text. Ctrl-C shows the texts that are done.
+    intervals over texts, by kind of text. Ctrl-C or SIGTERM shows the texts that are done.
     """
     check_output("--report", report)
     require_integer("--answer-tokens", answer_tokens, 1)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -371,17 +372,17 @@ def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) ->
     assert "--prompts-of must be given beside --depth" in refused.stderr.replace("\n", " ")
 
 
-def test_ctrl_c_reports_the_texts_that_are_judged(
+def test_sigterm_reports_the_texts_that_are_judged(
     answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends `depth measure` with the report of the texts that every policy is judged on."""
+    """SIGTERM ends `depth measure` with the report of the texts that every policy is judged on."""
     report = tmp_path / "report.json"
     words = ["depth", "measure", "demo", "--answers", str(answers), "--windows", "15", "--held-out-texts"]
     wanted, judged, texts = report_of([*words, "2"]), AnswerPass.at_full_depth, list[Any]()
 
     def interrupted(self: AnswerPass, *given: Any) -> Any:
         if len(texts) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         texts.append(given)
         return judged(self, *given)
 
