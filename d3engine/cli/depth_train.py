@@ -248,7 +248,8 @@ def train_command(
     if begin is None:
         texts_seen = text_hash([one.token_ids for one in own[:refit_texts]])
         begun = json.dumps([fingerprint, dtype, window, keep, width, narrowed, texts_seen])
-        shape = kept_shape(beginning, begun, lambda: _shape(run, window, keep, width, narrowed, own[:refit_texts]))
+        refit, part = own[:refit_texts], (beginning, f"{begun} refitting")
+        shape = kept_shape(beginning, begun, lambda: _shape(run, window, keep, width, narrowed, refit, part))
     else:
         begun = sha256_of(begin, sys.maxsize)
         student = read_student(begin, run.config)
@@ -435,6 +436,7 @@ def _shape(
     width: float | None,
     narrowed: str | None,
     texts: Sequence[OwnAnswer],
+    part: tuple[Path, str],
 ) -> Shape:
     """The student before it is trained."""
     from d3engine.research.distillation.training import Shape, best_kept, estimate_widths, narrowed_shape, window_shape
@@ -465,7 +467,7 @@ def _shape(
             bar.total = passes
             bar.update()
 
-        return narrowed_shape(run, shape, among, width, texts, advance)
+        return narrowed_shape(run, shape, among, width, texts, advance, part)
 
 
 # -- what is said --------------------------------------------------------------------------------------------------

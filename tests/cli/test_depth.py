@@ -25,6 +25,7 @@ from d3engine.model.weights import load_weights
 from d3engine.research.analysis.answers import same_beginning
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
+from d3engine.research.distillation import widths
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Agreement, Judgeable, judge, judgeable_of
 from d3engine.research.distillation.passes import AnswerPass, layers_of
@@ -37,7 +38,7 @@ from d3engine.research.distillation.training import (
     narrowed_shape,
     window_shape,
 )
-from d3engine.research.distillation.widths import kept_neurons, narrow, neuron_scores
+from d3engine.research.distillation.widths import Refitting, kept_neurons, narrow, neuron_scores
 
 LAYERS, TOKENS = 6, 24
 SHAPES = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 128}
@@ -236,7 +237,7 @@ def test_refitting_makes_up_for_layers_left_out_below(run: AnswerPass, texts: li
     kept = {layer: torch.arange(0, 128, 2) for layer in (3, 4, 5)}
     found = []
     for skip in ((1,), ()):
-        down = narrow(run, texts[4:], kept, skip)
+        down = narrow(run, texts[4:], Refitting(kept), skip)
         own = {layer: {NEURONS: kept[layer], "down": down[layer]} for layer in kept}
         found.append(judged_kl(run, Shape((1,), {**window.start, **own}), texts[4:]))
     assert found[0] < found[1]
@@ -300,6 +301,43 @@ def test_what_a_student_begins_with_is_not_computed_again(
     for layer, named in begun.layers.items():
         assert torch.equal(ended.layers[layer][NEURONS], named[NEURONS])
         assert not torch.equal(ended.layers[layer]["down"], named["down"])
+
+
+def test_refitting_that_was_cut_off_goes_on_by_layer(
+    run: AnswerPass, texts: list[OwnAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refitted layers and the order of neurons are not computed again; the student is the same to the bit."""
+    monkeypatch.setattr(widths, "SAVE_SECONDS", 0.0)
+    refitted, refit, ordered = list[int](), widths._narrow_layer, list[int]()
+
+    def interrupted(run: AnswerPass, number: int, *others: Any) -> Any:
+        if refitted == [1, 2]:
+            refitted.append(-1)
+            raise KeyboardInterrupt
+        refitted.append(number)
+        return refit(run, number, *others)
+
+    def scores(run: AnswerPass, texts: Sequence[OwnAnswer], *others: Any, **named: Any) -> Any:
+        ordered.append(len(texts))
+        return neuron_scores(run, texts, *others, **named)
+
+    parts: list[int] = []
+    asked = (run, window_shape(run, 3, 5, [4]), range(1, LAYERS), 0.5, texts, parts.append)
+    whole = narrowed_shape(*asked)
+    monkeypatch.setattr(widths, "_narrow_layer", interrupted)
+    monkeypatch.setattr(module, "neuron_scores", scores)
+    state = (tmp_path / "state", "key")
+    with pytest.raises(KeyboardInterrupt):
+        narrowed_shape(*asked, state)
+    parts.clear()
+    resumed = narrowed_shape(*asked, state)
+    assert refitted == [1, 2, -1, 5]
+    assert ordered == [len(texts)]
+    assert parts == [1]
+    for layer, named in whole.start.items():
+        assert all(torch.equal(resumed.start[layer][name], tensor) for name, tensor in named.items())
+    narrowed_shape(*asked, (state[0], "another"))
+    assert ordered == [len(texts)] * 2
 
 
 def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp_path: Path) -> None:
