@@ -68,6 +68,9 @@ KINDS = "instructions,code,arithmetic"
 WIDE = 512
 """Numbers of a hidden state from which passes compute in bfloat16."""
 
+WINDOW_TEXTS = 16
+"""Answers on which each window is measured, at most, where --window has a number of layers."""
+
 
 @app.command("answers")
 @takes_engine
@@ -158,7 +161,12 @@ def train_command(
     model: Model = "demo",
     window: Annotated[
         str | None,
-        typer.Option("--window", metavar="A:B", help="The layers A to B - 1 make way for one trained layer."),
+        typer.Option(
+            "--window",
+            metavar="A:B",
+            help="The layers A to B - 1 make way for one trained layer; or N: those N layers without which the "
+            "answers suffer least, as measured.",
+        ),
     ] = None,
     keep: Annotated[
         str,
@@ -439,12 +447,28 @@ def _shape(
     part: tuple[Path, str],
 ) -> Shape:
     """The student before it is trained."""
-    from d3engine.research.distillation.training import Shape, best_kept, estimate_widths, narrowed_shape, window_shape
+    from d3engine.research.distillation.corpus import in_turns
+    from d3engine.research.distillation.training import (
+        Shape,
+        best_kept,
+        best_window,
+        estimate_widths,
+        narrowed_shape,
+        window_shape,
+    )
 
     count = run.config.num_layers
     shape = Shape((), {})
     if window is not None:
-        first, stop = window_of("--window", window, count)
+        size = integer_in(window)
+        if size is None:
+            first, stop = window_of("--window", window, count)
+        else:
+            require_integer("--window", size, 2, count - 1)
+            some = in_turns(texts)[:WINDOW_TEXTS]
+            with counting("windows", "text", len(some)) as measured:
+                first, stop = best_window(run, size, some, 128, measured)
+            note(f"the window {first}:{stop}: of {size} layers, those without which answers suffer least")
         require(stop - first >= 2, "--window", window, "at least two layers, of which one stays")
         if keep == AUTO:
             kept = [best_kept(run, first, stop, texts[:4], 128)]

@@ -28,13 +28,14 @@ from d3engine.research.distillation import training as module
 from d3engine.research.distillation import widths
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Agreement, Judgeable, judge, judgeable_of
-from d3engine.research.distillation.passes import AnswerPass, layers_of
+from d3engine.research.distillation.passes import AnswerPass, layers_of, replaced
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import (
     Distillation,
     Shape,
     TrainingOptions,
     best_kept,
+    best_window,
     narrowed_shape,
     window_shape,
 )
@@ -163,6 +164,31 @@ def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass
     assert found[1].mean(0).value < found[0].mean(0).value
     assert found[1].kinds == ["a", "b"]
     assert found[1].positions() == 4 * (TOKENS - 1)
+
+
+def test_the_window_that_answers_can_spare_is_found(run: AnswerPass, texts: list[OwnAnswer], answers: Path) -> None:
+    """Two layers that change nothing are the window of two; a command that names a number says which it takes."""
+    layers = list(run.weights.layers)
+    for number in (2, 3):
+        silent = {name: torch.zeros(getattr(layers[number], name).shape) for name in ("output", "down")}
+        layers[number] = replaced(layers[number], silent, torch.float32)
+    spared = AnswerPass(run.config, replace(run.weights, layers=layers))
+    assert best_window(spared, 2, texts[:3], TOKENS, lambda: None) == (2, 4)
+    words = [
+        "depth",
+        "train",
+        "demo",
+        "--answers",
+        str(answers),
+        "--window",
+        "2",
+        "--out",
+        str(answers.with_name("two")),
+    ]
+    found = succeed([*words, "--json"])
+    (left_out,), (own,) = (json.loads(found.stdout)[name] for name in ("skip_layers", "own_layers"))
+    assert f"the window {min(left_out, own)}:{max(left_out, own) + 1}" in found.stderr
+    assert abs(left_out - own) == 1
 
 
 def test_low_rank_training_changes_matrices_by_that_rank(run: AnswerPass, texts: list[OwnAnswer]) -> None:
@@ -466,6 +492,7 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
     for words, said in (
         ([], "--window must be given, or --width"),
         (["--window", "3:4"], "at least two layers"),
+        (["--window", "16"], "--window must be an integer from 2 to 15"),
         (["--window", "3:40"], "A:B with 0 <= A < B <= 16"),
         (["--width", "0"], "--width"),
         (["--window", "3:6", "--keep", "7"], "layers of 3 to 5"),

@@ -439,6 +439,16 @@ def best_kept(run: AnswerPass, first: int, stop: int, texts: Sequence[OwnAnswer]
     return min(errors, key=lambda layer: errors[layer])
 
 
+def best_window(
+    run: AnswerPass, size: int, texts: Sequence[OwnAnswer], most_tokens: int, progress: Callable[[], None]
+) -> tuple[int, int]:
+    """The window of `size` layers that generated tokens can be without at the least KL divergence from full depth."""
+    layers = run.config.num_layers
+    windows = [(first, first + size) for first in range(layers - size + 1)]
+    found = judge(run, texts, [Judgeable("", skipping(range(*one), layers)) for one in windows], most_tokens, progress)
+    return min(zip(windows, found, strict=True), key=lambda one: one[1].mean(0).value)[0]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a training takes; `gigaflops` is what a product gives on this machine, just now."""
