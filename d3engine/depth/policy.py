@@ -375,7 +375,7 @@ def calibrated_task(directory: str | Path) -> str | None:
 
 
 def calibrated_file(directory: str | Path, name: str) -> str | None:
-    """The SHA-256 of the `BRIDGES` or the `STUDENT` that the setting in `d3.json` was found with; None without that
+    """The SHA-256 of the `BRIDGES`, or of a student, that the setting in `d3.json` was found with; None without that
     file, or where it names none. Raises `ModelFormatError` as `calibrated_for` does.
     """
     return _said(directory, f'"sha256" of "{name}"', lambda content: content.get(name, {}).get("sha256"))
