@@ -24,8 +24,10 @@ from tqdm import tqdm
 
 from benchmarks.report import Parser, option, ratios, settings_of, summary
 from d3engine import InvalidValueError
-from d3engine.depth import D3, DepthPolicy, FullDepth, LayerTable, Lossless, SelfSpeculative
+from d3engine.depth import D3, DepthPolicy, Distilled, FullDepth, LayerTable, Lossless, SelfSpeculative
 from d3engine.engine.engine import Engine
+from d3engine.model.config import ModelConfig
+from d3engine.model.students import read_student
 from d3engine.request.outputs import RequestOutput
 from d3engine.request.params import SamplingParams
 from d3engine.research.analysis.answers import Prompt, read_prompts
@@ -51,8 +53,8 @@ class DraftSettings:
 class Settings(DraftSettings):
     """What is run: each draft with each draft length, over `prompts` prompts, `batch` at once, in `repeats` rounds.
 
-    A draft is D3 at one of `drafts` (alpha, start), or leaves out one of `windows` of layers (first, last). `chat`
-    names the file that prompts come from, one a line; without it they are word problems.
+    A draft is D3 at one of `drafts` (alpha, start), leaves out one of `windows` of layers (first, last), or runs one of
+    `students`. `chat` names the file that prompts come from, one a line; without it they are word problems.
     Drafts of D3 cross what they leave out by the file `bridges`, if there is one.
     """
 
@@ -66,6 +68,7 @@ class Settings(DraftSettings):
         "layers to leave out of a self-speculative draft; may be repeated",
         **{"flag": "--without", "action": "append", "nargs": 2, "type": int, "metavar": ("FIRST", "LAST")},
     )
+    students: tuple[str, ...] = option((), "files of students to draft with", metavar="FILE")
     batch: int = option(1, "answers at once")
     repeats: int = option(8, "rounds timed, after a warm-up; 0: counts", type=int)
 
@@ -81,6 +84,8 @@ class Draft:
     @property
     def title(self) -> str:
         """ "alpha 0.9, start 0.6", or "without layers 3 to 4"."""
+        if "student" in self.about:
+            return str(self.about["student"])
         if "alpha" in self.about:
             return f"alpha {self.about['alpha']}, start {self.about['start']}"
         first, last = self.about["without"]
@@ -98,13 +103,19 @@ def prompts_for(engine: Engine, count: int, chat: str | None) -> list[Prompt]:
     return [engine.chat_prompt([{"role": "user", "content": turn}]) for turn in read_prompts(Path(chat), count)]
 
 
-def drafts_of(settings: Settings, num_layers: int) -> list[Draft]:
-    """All drafts of the settings, for a model of `num_layers` layers."""
+def drafts_of(settings: Settings, config: ModelConfig) -> list[Draft]:
+    """All drafts of the settings, for a model of this config."""
     decays = [
         Draft({"alpha": alpha, "start": start}, D3(alpha, start, bridges=settings.bridges), Lossless)
         for alpha, start in settings.drafts
     ]
-    return decays + [_without(first, last, num_layers) for first, last in settings.windows]
+    students = [
+        Draft(
+            {"student": Path(file).name}, Distilled(read_student(Path(file), config).skip_layers, file), SelfSpeculative
+        )
+        for file in settings.students
+    ]
+    return decays + [_without(first, last, config.num_layers) for first, last in settings.windows] + students
 
 
 def _without(first: int, last: int, num_layers: int) -> Draft:
@@ -143,7 +154,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     own = D3(*settings.drafts[0], bridges=settings.bridges) if settings.drafts else FullDepth()
     arguments: dict[str, Any] = {"device": "cpu", "max_num_seqs": settings.batch, "enable_prefix_caching": False}
     with Engine(settings.model, depth=own, **arguments) as engine:
-        drafts = drafts_of(settings, engine.config.num_layers)
+        engine.bridges.allow(frozenset(settings.students))
+        drafts = drafts_of(settings, engine.config)
         systems: dict[str, DepthPolicy] = {"full": FullDepth()}
         for draft in drafts:
             if settings.repeats:
@@ -311,8 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("lossless", __doc__, arguments, Settings)
     parser.add_plot()
     options = parser.given()
-    only_windows = {"drafts": ()} if options.windows and not options.drafts else {}
-    settings = settings_of(Settings, options, **only_windows)
+    has_others = (options.windows or options.students) and not options.drafts
+    settings = settings_of(Settings, options, **({"drafts": ()} if has_others else {}))
     if settings.repeats < 0 or (options.plot and not settings.repeats):
         parser.error(f"--repeats must be at least {1 if options.plot else 0}, not {settings.repeats}")
     parser.publish(measure(settings), show, plot=plot)

@@ -64,8 +64,8 @@ def layers(
     """Which layers the model can spare, and from which step on: the next token's loss by every window of layers.
 
     Every window is skipped in the same text, the model's own answers or with --reference-answers those of the task, and
-    the next token's distribution is compared with full depth's: no task has to be solved. Ctrl-C shows the texts that
-    are done.
+    the next token's distribution is compared with full depth's: no task has to be solved. Ctrl-C or SIGTERM shows the
+    texts that are done.
     """
     from d3engine.research.analysis.layers import measure_layers, passes
     from d3engine.research.analysis.plots import plot_layers

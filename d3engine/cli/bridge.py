@@ -93,7 +93,7 @@ def chats_command(
 ) -> None:
     """Write questions that the model makes up, with its greedy answers to them at full depth: a text for --text.
 
-    What --task chat takes is the same, made anew by each command. Ctrl-C writes those that are answered.
+    What --task chat takes is the same, made anew by each command. Ctrl-C or SIGTERM writes those that are answered.
     """
     check_output("--out", out)
     require(out.suffix == ".jsonl", "--out", str(out), "a file whose name ends in .jsonl")

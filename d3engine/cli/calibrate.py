@@ -33,10 +33,9 @@ from d3engine.cli.engine_options import (
     sampling_params,
     takes_engine,
 )
-from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested
+from d3engine.depth import D3, DepthPolicy, Distilled, FixedSkip, FullDepth, Nested, Width
 from d3engine.depth.labels import policy_in_words
-from d3engine.depth.policy import BRIDGES, POLICY_FILE, STUDENT
-from d3engine.depth.schedule import AUTO_BRIDGES
+from d3engine.depth.policy import BRIDGES, POLICY_FILE
 from d3engine.errors import NOTHING, InvalidValueError, require, require_integer, require_number
 from d3engine.model.config import ModelConfig
 from d3engine.research.calibration.outcome import Outcome, outcome, reason
@@ -62,7 +61,6 @@ from d3engine.research.calibration.search import (
     window_candidates,
 )
 from d3engine.research.calibration.statistics import FLOOR, Tolerance
-from d3engine.utils.files import beside
 from d3engine.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -312,9 +310,9 @@ def calibrate_command(
     from d3engine.cli.eval import computed_by, kept_answers
     from d3engine.model.bridges import BRIDGES_FILE
     from d3engine.model.expected_tensors import fingerprint
-    from d3engine.model.students import STUDENT_FILE
+    from d3engine.model.students import student_path
     from d3engine.research.calibration.bridge_choices import as_run, check_student_target, check_target
-    from d3engine.research.calibration.report import as_dict, measured_windows
+    from d3engine.research.calibration.report import as_dict, measured_windows, written_students
     from d3engine.research.calibration.scoring import EngineScorer
     from d3engine.research.calibration.tasks import calibration_task
     from d3engine.research.evaluation.baselines import open_bridges
@@ -334,9 +332,8 @@ def calibrate_command(
     with TemporaryDirectory(prefix="d3engine-") as cuts:
         choices = _bridge_choices(given, bridges, ranks, directory, name, Path(cuts))
         check_target(choices, target.with_name(BRIDGES_FILE))
-        if given and (student := getattr(given.policy, STUDENT, None)) is not None:
-            source = beside(directory, STUDENT_FILE) if student == AUTO_BRIDGES else Path(student)
-            check_student_target(source, target.with_name(STUDENT_FILE))
+        for student, written in (written_students(given.policy) if given else {}).items():
+            check_student_target(student_path(directory, student), student_path(target.parent, written))
         usual = PAPER_ALPHAS if grid is GridName.paper else ALPHAS
         held = {choice.name: choice.windows for choice in choices.values()}
         has_windows = grid is GridName.windows or (grid is GridName.ours and not (starts or alphas or tails))
@@ -438,8 +435,8 @@ def _given_setting(words: str | None, num_layers: int, max_tokens: int, others: 
     for flag, value in others.items():
         require(value is None or value == [], flag, value, "absent beside --check, which tries one setting")
     policy = parse_depth(words, "--check")
-    if not isinstance(policy, D3 | FixedSkip | Nested | Distilled):
-        allowed = 'a setting of d3, fixed, nested or distilled, such as "d3 alpha=A start=S"'
+    if not isinstance(policy, D3 | FixedSkip | Nested | Distilled | Width):
+        allowed = 'a setting of d3, fixed, nested, distilled or width, such as "d3 alpha=A start=S"'
         raise InvalidValueError("--check", words, allowed)
     require(
         policy.schedule(num_layers).same_layers_until(0) < max_tokens,
@@ -481,18 +478,19 @@ def _check_windows(choices: Mapping[str, BridgeChoice], candidates: Sequence[Can
 def _write(
     result: Calibration, choices: Mapping[str, BridgeChoice], about: Options, weights: str, target: Path, engine: Engine
 ) -> None:
-    """Write the setting that was chosen to `target`, and its bridges or its student beside it."""
+    """Write the setting that was chosen to `target`, and its bridges or its students beside it."""
     from d3engine.model.bridges import BRIDGES_FILE
-    from d3engine.model.students import STUDENT_FILE
+    from d3engine.model.students import student_path
     from d3engine.research.calibration.bridge_choices import write_copy
-    from d3engine.research.calibration.report import policy_file, write_policy_file
+    from d3engine.research.calibration.report import policy_file, write_policy_file, written_students
 
     assert result.chosen is not None
     files: Options = {}
     if (bridges := getattr(result.chosen, BRIDGES, None)) is not None:
         files[BRIDGES] = write_copy(choices[bridges].path, target.with_name(BRIDGES_FILE), bridges)
-    if (student := getattr(result.chosen, STUDENT, None)) is not None:
-        files[STUDENT] = write_copy(engine.bridges.student_path(student), target.with_name(STUDENT_FILE), student)
+    for student, written in written_students(result.chosen).items():
+        path = student_path(target.parent, written)
+        files[path.stem] = write_copy(engine.bridges.student_path(student), path, student)
     write_policy_file(policy_file(result, about, weights, files), target)
 
 

@@ -73,9 +73,10 @@ Gather: TypeAlias = Callable[[Iterable[Any]], list[Any]]
 
 @contextmanager
 def showing_what_is_done() -> Iterator[Gather]:
-    """Yields what gathers results until Ctrl-C: the block shows those that there are, and the command ends behind it.
+    """Yields what gathers results until Ctrl-C or SIGTERM: the block shows those that there are, and the command ends
+    behind it.
 
-    Without a result Ctrl-C ends the command at once.
+    Without a result both end the command at once.
     """
     interrupted = False
 
@@ -91,7 +92,8 @@ def showing_what_is_done() -> Iterator[Gather]:
             interrupted = True
         return found
 
-    yield gather
+    with interrupted_by_signals():
+        yield gather
     if interrupted:
         raise KeyboardInterrupt
 

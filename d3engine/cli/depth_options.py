@@ -35,7 +35,7 @@ OWN_NAMES = [name for name in POLICIES if name != "table"]
 """d3engine's policies that options can spell out; a table is too long for a command line."""
 
 
-DRAFT_NAMES = ("d3", "nested", "skipdecode", "unified", "even", "fixed", "tail-skip")
+DRAFT_NAMES = ("d3", "nested", "skipdecode", "unified", "even", "fixed", "tail-skip", "distilled", "width")
 """The policies that may draft on a command line."""
 
 

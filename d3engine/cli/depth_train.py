@@ -68,6 +68,9 @@ KINDS = "instructions,code,arithmetic"
 WIDE = 512
 """Numbers of a hidden state from which passes compute in bfloat16."""
 
+WINDOW_TEXTS = 16
+"""Answers on which each window is measured, at most, where --window has a number of layers."""
+
 
 @app.command("answers")
 @takes_engine
@@ -158,7 +161,12 @@ def train_command(
     model: Model = "demo",
     window: Annotated[
         str | None,
-        typer.Option("--window", metavar="A:B", help="The layers A to B - 1 make way for one trained layer."),
+        typer.Option(
+            "--window",
+            metavar="A:B",
+            help="The layers A to B - 1 make way for one trained layer; or N: those N layers without which the "
+            "answers suffer least, as measured.",
+        ),
     ] = None,
     keep: Annotated[
         str,
@@ -248,7 +256,8 @@ def train_command(
     if begin is None:
         texts_seen = text_hash([one.token_ids for one in own[:refit_texts]])
         begun = json.dumps([fingerprint, dtype, window, keep, width, narrowed, texts_seen])
-        shape = kept_shape(beginning, begun, lambda: _shape(run, window, keep, width, narrowed, own[:refit_texts]))
+        refit, part = own[:refit_texts], (beginning, f"{begun} refitting")
+        shape = kept_shape(beginning, begun, lambda: _shape(run, window, keep, width, narrowed, refit, part))
     else:
         begun = sha256_of(begin, sys.maxsize)
         student = read_student(begin, run.config)
@@ -317,7 +326,7 @@ def measure_command(
     """Measure what policies, bridges and students lose against full depth where a token was generated.
 
     On the held-out answers, all of which are read as they stand: KL divergence and the same likeliest token, with 95 %
-    intervals over texts, by kind of text. Ctrl-C shows the texts that are done.
+    intervals over texts, by kind of text. Ctrl-C or SIGTERM shows the texts that are done.
     """
     check_output("--report", report)
     require_integer("--answer-tokens", answer_tokens, 1)
@@ -435,14 +444,31 @@ def _shape(
     width: float | None,
     narrowed: str | None,
     texts: Sequence[OwnAnswer],
+    part: tuple[Path, str],
 ) -> Shape:
     """The student before it is trained."""
-    from d3engine.research.distillation.training import Shape, best_kept, estimate_widths, narrowed_shape, window_shape
+    from d3engine.research.distillation.corpus import in_turns
+    from d3engine.research.distillation.training import (
+        Shape,
+        best_kept,
+        best_window,
+        estimate_widths,
+        narrowed_shape,
+        window_shape,
+    )
 
     count = run.config.num_layers
     shape = Shape((), {})
     if window is not None:
-        first, stop = window_of("--window", window, count)
+        size = integer_in(window)
+        if size is None:
+            first, stop = window_of("--window", window, count)
+        else:
+            require_integer("--window", size, 2, count - 1)
+            some = in_turns(texts)[:WINDOW_TEXTS]
+            with counting("windows", "text", len(some)) as measured:
+                first, stop = best_window(run, size, some, 128, measured)
+            note(f"the window {first}:{stop}: of {size} layers, those without which answers suffer least")
         require(stop - first >= 2, "--window", window, "at least two layers, of which one stays")
         if keep == AUTO:
             kept = [best_kept(run, first, stop, texts[:4], 128)]
@@ -465,7 +491,7 @@ def _shape(
             bar.total = passes
             bar.update()
 
-        return narrowed_shape(run, shape, among, width, texts, advance)
+        return narrowed_shape(run, shape, among, width, texts, advance, part)
 
 
 # -- what is said --------------------------------------------------------------------------------------------------

@@ -52,11 +52,11 @@ class SelfSpeculative(Drafts, DepthPolicy):
 
     Tokens and log-probabilities are full depth's, of greedy requests and, with the same seed, of those that draw.
 
-    A draft runs the layers of the step at which it begins. While the draft's schedule skips nothing yet, nothing is
-    drafted. A draft also ends with a token that would end the answer.
+    A draft runs the layers of the step at which it begins, of that step's student if there is one. While these are all
+    of the model's own, nothing is drafted. A draft also ends with a token that would end the answer.
 
     Args:
-        draft: a scheduled policy (D3, SkipDecode, LayerTable, one's own ...), or what its `describe` says.
+        draft: a scheduled policy (D3, LayerTable, Distilled, one's own ...), or what its `describe` says.
         draft_length: tokens of a draft at most, 1 to 32.
         stop_probability: end a draft with the first token at whose place the draft's likeliest one had less than this
             probability; 0 never does.

@@ -170,13 +170,17 @@ class DraftRule:
         """
         return None if self.schedule is None else self.schedule.active(step)
 
+    def student(self, step: int) -> str | None:
+        """The student whose weights such a draft runs; None where the model's own do, or a second model's."""
+        return None if self.schedule is None else self.schedule.student_at(step)
+
     def mlps(self, step: int) -> BoolArray | None:
         """Bool [L]: the layers whose MLP such a draft runs; None where they are `layers`."""
         return None if self.mlp_schedule is None else self.mlp_schedule.active(step)
 
     def skips(self, step: int) -> bool:
         """Whether a draft that begins at `step` costs less than what it drafts for."""
-        if self.schedule is None:
+        if self.schedule is None or self.student(step) is not None:
             return True
         parts = [self.schedule] if self.mlp_schedule is None else [self.schedule, self.mlp_schedule]
         return any(part.depth_at(step) < part.num_layers for part in parts)
@@ -267,9 +271,10 @@ def named_bridges(policy: DepthPolicy) -> frozenset[str]:
 
 
 def named_students(policy: DepthPolicy) -> frozenset[str]:
-    """What the policy calls its students; empty where it has none."""
-    one = getattr(policy, STUDENT, None)
-    return frozenset(getattr(policy, STUDENTS, ()) if one is None else [one])
+    """The same of its students."""
+    policies = (policy, getattr(policy, "draft", None))
+    names = (name for one in policies for name in (getattr(one, STUDENT, None), *getattr(one, STUDENTS, ())))
+    return frozenset(name for name in names if name is not None)
 
 
 def policy_names() -> list[str]:
@@ -370,7 +375,7 @@ def calibrated_task(directory: str | Path) -> str | None:
 
 
 def calibrated_file(directory: str | Path, name: str) -> str | None:
-    """The SHA-256 of the `BRIDGES` or the `STUDENT` that the setting in `d3.json` was found with; None without that
+    """The SHA-256 of the `BRIDGES`, or of a student, that the setting in `d3.json` was found with; None without that
     file, or where it names none. Raises `ModelFormatError` as `calibrated_for` does.
     """
     return _said(directory, f'"sha256" of "{name}"', lambda content: content.get(name, {}).get("sha256"))

@@ -11,7 +11,6 @@ from d3engine.depth.labels import policy_in_words
 from d3engine.depth.policy import (
     BRIDGES,
     POLICY_FILE,
-    STUDENT,
     calibrated_file,
     calibrated_for,
     calibrated_task,
@@ -24,7 +23,7 @@ from d3engine.model.bridges import BRIDGES_FILE, most_bytes
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.fields import of_a_model
-from d3engine.model.students import STUDENT_FILE
+from d3engine.model.students import student_file, student_path
 from d3engine.utils.files import beside, is_there, sha256_of
 
 _log = logging.getLogger(__name__)
@@ -79,9 +78,11 @@ class Certification:
             return None
         try:
             found = policy_from_directory(self._directory)
-            check_calibrated_with(self._directory, BRIDGES)
-            check_calibrated_with(self._directory, STUDENT)
-            return found if calibrated_for(self._directory) == fingerprint(self._directory) else None
+            students = named_students(found)
+            for name in (BRIDGES, *filter(student_file, students)):
+                check_calibrated_with(self._directory, name)
+            is_own = calibrated_for(self._directory) == fingerprint(self._directory)
+            return found if is_own and all(map(student_file, students)) else None
         except ModelFormatError:  # `depth="auto"` reports what is wrong with the file
             return None
 
@@ -111,10 +112,10 @@ def resolve_depth(depth: str | DepthPolicy, directory: Path) -> DepthPolicy:
             f"{beside(directory, POLICY_FILE)} was calibrated on other weights than those beside it; run d3engine "
             "calibrate on these, delete the file, or name a depth"
         )
-    if students := named_students(policy):
-        if students != {AUTO_BRIDGES}:
+    for student in sorted(named_students(policy)):
+        if student_file(student) is None:
             raise ModelFormatError(f'{path}: student must be "{AUTO_BRIDGES}" there; got {policy.describe()}')
-        check_calibrated_with(directory, STUDENT)
+        check_calibrated_with(directory, student)
     if AUTO_BRIDGES in own:
         check_calibrated_with(directory, BRIDGES)
     if (found := own_setting(policy, directory)) is not None:
@@ -127,10 +128,10 @@ STUDENT_BYTES = 64 * 2**30
 
 
 def check_calibrated_with(directory: Path, name: str) -> None:
-    """That the `BRIDGES` or the `STUDENT` beside the weights are those that the setting was found with, where `d3.json`
-    names them."""
-    path = beside(directory, BRIDGES_FILE if name == BRIDGES else STUDENT_FILE)
-    expected = calibrated_file(directory, name)
+    """That the `BRIDGES`, or the student that a setting calls `name`, beside the weights are those that the setting was
+    found with, where `d3.json` names them."""
+    path = beside(directory, BRIDGES_FILE) if name == BRIDGES else student_path(directory, name)
+    expected = calibrated_file(directory, path.stem)
     if expected is None or not is_there(path):  # loading them reports that they are missing
         return
     most, words = STUDENT_BYTES, ("another student than that", "this one", "that")

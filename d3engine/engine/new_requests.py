@@ -106,8 +106,10 @@ class NewRequests:
         adapter = None
         if lora_request is not None:
             adapter = self._adapters.of_request(lora_request)
+            drafts = None if draft_rule is None else draft_rule.schedule
+            has_student = schedule.students or (drafts is not None and drafts.students)
             without = "None beside a student, whose layers an adapter was not trained for"
-            require(not schedule.students, "lora_request", lora_request, without)
+            require(not has_student, "lora_request", lora_request, without)
         self._check_hooks(params, len(token_ids))
         return EngineRequest(
             request_id=request_id,
@@ -207,14 +209,6 @@ def _fit(
     model = None if own_rule is None else own_rule.model
     loaded = f"the engine's own draft model, {model!r} (Engine(depth=Speculative(draft_model)) loads it)"
     require(rule is None or rule.model in (None, model), "draft_model", rule and rule.model, loaded)
-    if rule is not None and rule.schedule is not None:
-        students = rule.schedule.students
-        require(
-            not students,
-            "student",
-            students and students[0].student,
-            "absent in a draft, whose layers are the model's own",
-        )
     for skipping in (schedule, None if rule is None else rule.schedule):
         if skipping is not None and (skipping.bridges is not None or skipping.students):
             bridges.check(skipping)

@@ -23,7 +23,7 @@ from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import BRIDGES_FILE, BridgeWeights, Window, held, read_bridges
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
-from d3engine.model.students import NEURONS, STUDENT_FILE, Student, read_student, with_student
+from d3engine.model.students import NEURONS, Student, read_student, student_path, with_student
 from d3engine.model.weights import LlamaWeights, load_weights
 from d3engine.scheduling.plan import BridgedRows
 from d3engine.utils.files import beside
@@ -105,7 +105,7 @@ class BridgeStore:
 
     def student_path(self, name: str) -> Path:
         """The file of a student that a policy calls so, whether it is there or not."""
-        return beside(self._directory, STUDENT_FILE) if name == AUTO_BRIDGES else Path(name)
+        return student_path(self._directory, name)
 
     def _read_student(self, name: str) -> Student:
         try:

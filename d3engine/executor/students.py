@@ -40,6 +40,10 @@ class StudentExecutors(Generic[_Executor]):
             sequence.schedule.student_at(step)
             for sequence, step in zip(plan.sequences, plan.steps.tolist(), strict=True)
         ]
+        for chunk in () if plan.drafts is None else plan.sampled[sorted(plan.drafts.proposing)].tolist():
+            sequence = plan.sequences[chunk]
+            if sequence.draft is not None:
+                names[chunk] = sequence.draft.rule.student(sequence.step)
         return names if any(name is not None for name in names) else None
 
     def of(self, name: str) -> _Executor:

@@ -7,6 +7,7 @@ own: narrower MLPs, or a layer that stands for a whole window. A layer keeps its
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,10 +35,24 @@ from d3engine.kernels.split_blocks import SplitBlockWeight
 from d3engine.model.bridges import MadeFor, check_floats, read_made, write_made
 from d3engine.model.config import ModelConfig
 from d3engine.model.weights import LayerWeights, LlamaWeights
-from d3engine.utils.files import as_json
+from d3engine.utils.files import as_json, beside
 
 STUDENT_FILE = "student.safetensors"
 """In a model's directory, or next to its GGUF file: the student that a policy calls "auto"."""
+
+
+def student_file(name: str) -> str | None:
+    """The file beside the weights that a policy calls "auto", or of several "auto-1" and so on; None where the name is
+    a path."""
+    number = re.fullmatch("auto((-[1-9][0-9]?)?)", name)
+    return None if number is None else f"student{number[1]}.safetensors"
+
+
+def student_path(directory: Path, name: str) -> Path:
+    """The file of a student that a policy of the model in `directory` calls so, whether it is there or not."""
+    file = student_file(name)
+    return Path(name) if file is None else beside(directory, file)
+
 
 FORMAT = "d3engine-student-1"
 

@@ -29,7 +29,7 @@ def cycles_ahead(
 
     They are no more than yield `limit` tokens as a rule, but at least one: where nothing was drafted lately, as many as
     plain steps, since each run costs the host a turn. Samplers that no device has need the host, and so does a draft by
-    the model's own layers that stops where it is unsure, or runs parts of layers.
+    the model's own layers that stops where it is unsure, or runs parts of layers, and one by a student.
     """
     slots = chunks.slots
     sequences = [table.sequence(slot) for slot in slots.tolist()]
@@ -75,7 +75,8 @@ def _draws_a_line(sequence: Sequence, table: RunningTable) -> bool:
     assert draft is not None
     known = sequence.step >= 1 and table.num_computed[sequence.slot] >= sequence.num_tokens - 1
     is_sure = draft.rule.is_by_text or draft.stop_probability == 0
-    return bool(known and is_sure and draft.rule.target_acceptance is None)
+    has_student = draft.rule.schedule is not None and bool(draft.rule.schedule.students)
+    return bool(known and is_sure and draft.rule.target_acceptance is None and not has_student)
 
 
 def at_last_tokens(chunks: Chunks, table: RunningTable) -> Chunks:

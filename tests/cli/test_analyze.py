@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,11 @@ def test_loss_by_skipped_layers_in_three_forms(png: Path) -> None:
     assert row[2:4] == [f"{least['first_layer']}-{least['first_layer'] + 1}", f"{least['kl_nats']:.3f}"]
 
 
-@pytest.mark.parametrize("done", [0, 2])
-def test_ctrl_c_shows_the_layers_of_measured_texts(done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends `analyze layers` with the report of the texts that are measured, if there are any."""
+@pytest.mark.parametrize(("done", "is_killed"), [(0, False), (2, False), (2, True)])
+def test_ctrl_c_shows_the_layers_of_measured_texts(
+    done: int, is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or SIGTERM, ends `analyze layers` with the report of the texts that are measured, if there are any."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Tom has 5 pens.\nAnn buys 3 cups.\nBen has 2 hats.\n")
     words = ("layers", "demo", *SMALL[2:], "--width", "2", "--from-step", "1", "--prompts", str(prompts), "--limit")
@@ -137,7 +140,9 @@ def test_ctrl_c_shows_the_layers_of_measured_texts(done: int, tmp_path: Path, mo
 
     def interrupted(observer: Any, one: Answered, *others: Any) -> Any:
         if len(heard) == done:
-            raise KeyboardInterrupt
+            if not is_killed:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         heard.append(one)
         return measured(observer, one, *others)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def test_bridge_chats_writes_conversations_that_fit_reads(tmp_path: Path) -> Non
     assert re.search(r"--out must be a file whose name ends in \.jsonl", said)
 
 
-def test_ctrl_c_keeps_the_chats_that_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends `bridge chats` with a file of the conversations that are answered by then."""
+def test_sigterm_keeps_the_chats_that_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM ends `bridge chats` with a file of the conversations that are answered by then."""
     monkeypatch.setattr(own_answers, "BATCH", 2)
     whole, part = (tmp_path / f"{name}.jsonl" for name in ("whole", "part"))
     few = ("chats", "demo", *SMALL[:4], "--texts", "6", "--max-tokens", "12", "--out")
@@ -111,7 +112,7 @@ def test_ctrl_c_keeps_the_chats_that_are_answered(tmp_path: Path, monkeypatch: p
 
     def interrupted(engine: Any, prompts: list[Any], max_tokens: int) -> Any:
         if batches:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         batches.append(len(prompts))
         return answer(engine, prompts, max_tokens)
 

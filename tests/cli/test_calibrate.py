@@ -10,8 +10,11 @@ import pytest
 import torch
 from invoking import invoke, refused, succeed
 
-from d3engine.depth import D3
+from d3engine import Engine, SamplingParams
+from d3engine.depth import D3, Width
+from d3engine.engine.depth import Certification, resolve_depth
 from d3engine.engine.model_directory import model_directory
+from d3engine.errors import ModelFormatError
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import fingerprint
 from d3engine.model.students import STUDENT_FILE, Student, write_student
@@ -167,6 +170,33 @@ def test_fixed_windows_are_tried_best_first(tmp_path: Path) -> None:
     assert [one["depth"]["skip_layers"] for one in found["settings"]] in ([[14], [13], [2]], [])
     wrong = run("demo", *words[:-4], "--windows-from", str(out), "--out", str(out))
     assert "a JSON report of d3engine depth measure" in wrong.stderr.replace("\n", " ")
+
+
+def test_students_of_a_width_are_certified_and_taken_by_auto(tmp_path: Path) -> None:
+    """Each lies beside the weights with its SHA-256, by which a file that was put in its place is refused."""
+    directory = shutil.copytree(model_directory("demo"), tmp_path / "model")
+    config = ModelConfig.from_directory(directory)
+    down = load_weights(directory, config, dtype=torch.float32, device="cpu").layers[9].down
+    assert isinstance(down, torch.Tensor)
+    files = [tmp_path / "a", tmp_path / "b"]
+    for nth, file in enumerate(files):
+        layers = {9 + nth: {"down": down if nth == 0 else torch.zeros_like(down)}}
+        write_student(Student(fingerprint(directory), config.num_layers, config.hidden_size, (15,), layers), file)
+    policy = f"width from-steps=1,60 skip-layers=15 students={files[0]},{files[1]}"
+    succeed(["calibrate", str(directory), *FEW, "--check", policy])
+    auto = Width(["auto-1", "auto-2"], steps=(1, 60), skip_layers=[15])
+    assert resolve_depth("auto", directory) == auto
+    assert Certification(directory, config.num_layers).certified == auto
+    with Engine(directory, device="cpu") as engine:
+        (found,) = engine.generate(["Tom has 5 pens."], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert found.outputs[0].depths == [16, 15, 15]
+    copy = directory / "student-2.safetensors"
+    assert copy.read_bytes() == files[1].read_bytes() != (directory / "student-1.safetensors").read_bytes()
+    copy.write_bytes(files[0].read_bytes())
+    with pytest.raises(ModelFormatError, match=r"another student than that in .*student-2"):
+        resolve_depth("auto", directory)
+    said = refused(["calibrate", str(directory), *FEW, "--check", policy])
+    assert "no other student-2.safetensors lies beside it" in said.replace("\n", " ")
 
 
 def test_a_student_is_certified_and_written_beside_its_setting(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,19 +25,21 @@ from d3engine.model.weights import load_weights
 from d3engine.research.analysis.answers import same_beginning
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
+from d3engine.research.distillation import widths
 from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
 from d3engine.research.distillation.judging import Agreement, Judgeable, judge, judgeable_of
-from d3engine.research.distillation.passes import AnswerPass, layers_of
+from d3engine.research.distillation.passes import AnswerPass, layers_of, replaced
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
 from d3engine.research.distillation.training import (
     Distillation,
     Shape,
     TrainingOptions,
     best_kept,
+    best_window,
     narrowed_shape,
     window_shape,
 )
-from d3engine.research.distillation.widths import kept_neurons, narrow, neuron_scores
+from d3engine.research.distillation.widths import Refitting, kept_neurons, narrow, neuron_scores
 
 LAYERS, TOKENS = 6, 24
 SHAPES = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 128}
@@ -163,6 +166,31 @@ def test_training_brings_a_block_nearer_than_the_layers_left_out(run: AnswerPass
     assert found[1].positions() == 4 * (TOKENS - 1)
 
 
+def test_the_window_that_answers_can_spare_is_found(run: AnswerPass, texts: list[OwnAnswer], answers: Path) -> None:
+    """Two layers that change nothing are the window of two; a command that names a number says which it takes."""
+    layers = list(run.weights.layers)
+    for number in (2, 3):
+        silent = {name: torch.zeros(getattr(layers[number], name).shape) for name in ("output", "down")}
+        layers[number] = replaced(layers[number], silent, torch.float32)
+    spared = AnswerPass(run.config, replace(run.weights, layers=layers))
+    assert best_window(spared, 2, texts[:3], TOKENS, lambda: None) == (2, 4)
+    words = [
+        "depth",
+        "train",
+        "demo",
+        "--answers",
+        str(answers),
+        "--window",
+        "2",
+        "--out",
+        str(answers.with_name("two")),
+    ]
+    found = succeed([*words, "--json"])
+    (left_out,), (own,) = (json.loads(found.stdout)[name] for name in ("skip_layers", "own_layers"))
+    assert f"the window {min(left_out, own)}:{max(left_out, own) + 1}" in found.stderr
+    assert abs(left_out - own) == 1
+
+
 def test_low_rank_training_changes_matrices_by_that_rank(run: AnswerPass, texts: list[OwnAnswer]) -> None:
     """Maps of rank 2 bring two kept layers nearer to the window, with a small part of the numbers."""
     shape = window_shape(run, 2, 5, [2, 4])
@@ -235,7 +263,7 @@ def test_refitting_makes_up_for_layers_left_out_below(run: AnswerPass, texts: li
     kept = {layer: torch.arange(0, 128, 2) for layer in (3, 4, 5)}
     found = []
     for skip in ((1,), ()):
-        down = narrow(run, texts[4:], kept, skip)
+        down = narrow(run, texts[4:], Refitting(kept), skip)
         own = {layer: {NEURONS: kept[layer], "down": down[layer]} for layer in kept}
         found.append(judged_kl(run, Shape((1,), {**window.start, **own}), texts[4:]))
     assert found[0] < found[1]
@@ -299,6 +327,43 @@ def test_what_a_student_begins_with_is_not_computed_again(
     for layer, named in begun.layers.items():
         assert torch.equal(ended.layers[layer][NEURONS], named[NEURONS])
         assert not torch.equal(ended.layers[layer]["down"], named["down"])
+
+
+def test_refitting_that_was_cut_off_goes_on_by_layer(
+    run: AnswerPass, texts: list[OwnAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refitted layers and the order of neurons are not computed again; the student is the same to the bit."""
+    monkeypatch.setattr(widths, "SAVE_SECONDS", 0.0)
+    refitted, refit, ordered = list[int](), widths._narrow_layer, list[int]()
+
+    def interrupted(run: AnswerPass, number: int, *others: Any) -> Any:
+        if refitted == [1, 2]:
+            refitted.append(-1)
+            raise KeyboardInterrupt
+        refitted.append(number)
+        return refit(run, number, *others)
+
+    def scores(run: AnswerPass, texts: Sequence[OwnAnswer], *others: Any, **named: Any) -> Any:
+        ordered.append(len(texts))
+        return neuron_scores(run, texts, *others, **named)
+
+    parts: list[int] = []
+    asked = (run, window_shape(run, 3, 5, [4]), range(1, LAYERS), 0.5, texts, parts.append)
+    whole = narrowed_shape(*asked)
+    monkeypatch.setattr(widths, "_narrow_layer", interrupted)
+    monkeypatch.setattr(module, "neuron_scores", scores)
+    state = (tmp_path / "state", "key")
+    with pytest.raises(KeyboardInterrupt):
+        narrowed_shape(*asked, state)
+    parts.clear()
+    resumed = narrowed_shape(*asked, state)
+    assert refitted == [1, 2, -1, 5]
+    assert ordered == [len(texts)]
+    assert parts == [1]
+    for layer, named in whole.start.items():
+        assert all(torch.equal(resumed.start[layer][name], tensor) for name, tensor in named.items())
+    narrowed_shape(*asked, (state[0], "another"))
+    assert ordered == [len(texts)] * 2
 
 
 def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp_path: Path) -> None:
@@ -371,17 +436,17 @@ def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) ->
     assert "--prompts-of must be given beside --depth" in refused.stderr.replace("\n", " ")
 
 
-def test_ctrl_c_reports_the_texts_that_are_judged(
+def test_sigterm_reports_the_texts_that_are_judged(
     answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends `depth measure` with the report of the texts that every policy is judged on."""
+    """SIGTERM ends `depth measure` with the report of the texts that every policy is judged on."""
     report = tmp_path / "report.json"
     words = ["depth", "measure", "demo", "--answers", str(answers), "--windows", "15", "--held-out-texts"]
     wanted, judged, texts = report_of([*words, "2"]), AnswerPass.at_full_depth, list[Any]()
 
     def interrupted(self: AnswerPass, *given: Any) -> Any:
         if len(texts) == 2:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         texts.append(given)
         return judged(self, *given)
 
@@ -427,6 +492,7 @@ def test_what_cannot_be_is_refused_before_any_work(answers: Path, tmp_path: Path
     for words, said in (
         ([], "--window must be given, or --width"),
         (["--window", "3:4"], "at least two layers"),
+        (["--window", "16"], "--window must be an integer from 2 to 15"),
         (["--window", "3:40"], "A:B with 0 <= A < B <= 16"),
         (["--width", "0"], "--width"),
         (["--window", "3:6", "--keep", "7"], "layers of 3 to 5"),

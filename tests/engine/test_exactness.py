@@ -121,7 +121,7 @@ CASES = [
     *product(["batch-invariant", "batch-invariant, 8-bit cache", "batch-invariant students"], ["preempted, 9 rows"]),
     *product(["bridges by PyTorch", "bridges", "students by PyTorch", "students"], ["preempted"]),
     *product(["drafts by own layers", "drafts by a second model"], ["12 rows", "short of memory", "preempted"]),
-    *product(["drafts by parts of layers"], ["12 rows", "preempted"]),
+    *product(["drafts by parts of layers", "drafts by students"], ["12 rows", "preempted"]),
     *product(["drafts by EAGLE-3"], ["512 rows", "preempted"]),
     *product(["adapters", "hidden states"], ["12 rows", "512 rows", "short of memory", "single steps", "one thread"]),
     *product(["hidden states"], ["no prefix cache"]),
@@ -129,6 +129,9 @@ CASES = [
     *product(["embeddings by PyTorch", "embeddings"], ["12 rows", "512 rows", "preempted"]),
     *product(["everything"], ["12 rows", "short of memory", "preempted"]),
 ]
+
+
+DRAFTERS = ("own layers", "parts of layers", "students", "a second model")
 
 
 def short_memory(kind: Kind, requests: list[Request], changes: dict[str, Any]) -> int:
@@ -164,7 +167,7 @@ def test_answer_in_a_batch_is_that_alone(kinds: Callable[[str], Kind], alone: Al
         kind.same(done[nth], alone(name, request), request)
 
 
-@pytest.mark.parametrize("name", ["drafts by own layers", "drafts by parts of layers", "drafts by a second model"])
+@pytest.mark.parametrize("name", [f"drafts by {what}" for what in DRAFTERS])
 def test_drafting_request_answers_as_full_depth(kinds: Callable[[str], Kind], alone: Alone, name: str) -> None:
     """Greedy or drawn."""
     drafting = [one for one in kinds(name).requests(0) if one.params.depth is None or one.params.depth.drafts]

@@ -12,6 +12,7 @@ import torch
 from fixture_types import MakeEngine, MakeLlama
 from gguf_files import SMALL, bpe_keys, write_gguf
 from kinds_of_engine import maker
+from peft_adapters import ADAPTERS, save_adapter
 from stepping import greedy
 from trained_students import LAYERS, NARROW, SIZE, SKIPPED, TOKENS, WIDTHS, Trained
 from transformers_oracle import assert_answers
@@ -111,6 +112,32 @@ def test_a_run_of_steps_ends_where_a_row_changes_its_student(
         assert engine.stats().student_bytes == 4 * (3 * SIZE * round(288 * sum(WIDTHS)) + attention)
     assert_answers([output], [made.on_ladder(PROMPTS[1], by_table)], tie=1e-3)
     assert runs == [(-1, 3), (3, 3), (6, 3), (9, 5)]  # the first opens with the prompt, behind which steps 1 and 2 run
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("is_ladder", [False, True], ids=["without layers", "narrower and narrower"])
+def test_students_draft_what_full_depth_answers(made: Trained, make_engine: MakeEngine, is_ladder: bool) -> None:
+    """Tokens and log-probabilities are full depth's to the bit; drafts by its own weights would all be accepted."""
+    drafting = SelfSpeculative(Width(made.ladder, steps=STEPS) if is_ladder else POLICY, 3)
+    with make_engine(depth=drafting) as engine:
+        drafted, plain = (
+            engine.generate(PROMPTS, asked(policy, logprobs=2), use_tqdm=False) for policy in (drafting, FullDepth())
+        )
+        stats = engine.stats()
+    found, wanted = ([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in part] for part in (drafted, plain))
+    assert found == wanted
+    assert (0 < (stats.acceptance_rate or 0) < 1, stats.eager_steps) == (True, 0)
+
+
+def test_adapters_are_refused_beside_students_that_draft(
+    made: Trained, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A student's layers may have fewer neurons than an adapter has rows for, also where it drafts alone."""
+    save_adapter(made.directory, tmp_path / "some", 0, **ADAPTERS["all"])
+    with make_engine(lora_modules={"some": str(tmp_path / "some")}) as engine:
+        for policy in (POLICY, SelfSpeculative(POLICY)):
+            with pytest.raises(InvalidValueError, match="lora_request must be None beside a student"):
+                engine.generate([[1, 2]], asked(policy), lora_request="some", use_tqdm=False)
 
 
 def test_a_ladder_saves_what_its_steps_save(made: Trained, make_engine: MakeEngine) -> None:
@@ -223,8 +250,8 @@ def test_what_a_policy_names_must_be_its_own(made: Trained, make_engine: MakeEng
             engine.generate([1, 2], asked(Distilled([3])), use_tqdm=False)
         with pytest.raises(InvalidValueError, match="what the engine's own policy names"):
             engine.generate([1, 2], asked(Distilled(SKIPPED, str(other))), use_tqdm=False)
-        with pytest.raises(InvalidValueError, match="absent in a draft"):
-            engine.generate([1, 2], asked(SelfSpeculative(POLICY)), use_tqdm=False)
+        with pytest.raises(InvalidValueError, match="what the engine's own policy names"):
+            engine.generate([1, 2], asked(SelfSpeculative(Distilled(SKIPPED, str(other)))), use_tqdm=False)
     for file, words in ((other, "trained for these weights"), (tmp_path / "none", "student must be .* is missing")):
         with pytest.raises(InvalidValueError, match=words):
             make_engine(depth=Distilled(SKIPPED, str(file)))

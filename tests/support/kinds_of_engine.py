@@ -172,6 +172,16 @@ def with_students(given: Given, *, eager: bool = False, to_the_bit: bool = False
     return Kind(maker(trained.directory, enforce_eager=eager, depth=ladder), always(requests), alone=alone)
 
 
+def drafting_students(given: Given) -> Kind:
+    """Drafts by a student that leaves layers out, by narrower and narrower ones, and by layers; students themselves."""
+    trained = Trained(given.tiny_llama(**SIZES), given.folder / "model")
+    ladder, student = Width(trained.ladder, 0.95, WIDTHS), Distilled(SKIPPED)
+    policies = [SelfSpeculative(ladder, 3), SelfSpeculative(student, 2), SelfSpeculative(D3(0.8, 0.3), 3), student]
+    policies += [SelfSpeculative(ladder, 5, stop_probability=0.01, adaptive=True), FullDepth()]
+    requests = [replace(one, params=replace(one.params, logprobs=2)) for one in of_own_policies(policies, 18)]
+    return Kind(maker(trained.directory, depth=policies[0]), always(requests), same_drafts)
+
+
 DRAFTS: list[DepthPolicy] = [
     D3(0.9, 0.5),
     D3(0.8, 0.3, tail=2),
@@ -407,6 +417,7 @@ KINDS: dict[str, Callable[[Given], Kind]] = {
     "students by PyTorch": partial(with_students, eager=True),
     "students": with_students,
     "batch-invariant students": partial(with_students, to_the_bit=True),
+    "drafts by students": drafting_students,
     "drafts by own layers": self_drafting,
     "drafts by parts of layers": drafting_by_parts,
     "drafts by a second model": second_model,

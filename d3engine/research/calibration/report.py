@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from d3engine.depth import DepthPolicy
-from d3engine.depth.policy import BRIDGES, STUDENT
+from d3engine.depth.policy import BRIDGES, STUDENT, STUDENTS
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, require
 from d3engine.research.calibration.outcome import DIFFERING, outcome, reason
@@ -143,12 +143,21 @@ def measured_windows(report: Path) -> dict[tuple[int, int], float]:
 
 
 def as_written(setting: DepthPolicy) -> DepthPolicy:
-    """A setting as `d3.json` has it: its bridges, or its student, are those beside the weights."""
+    """A setting as `d3.json` has it: its bridges, or its students, are those beside the weights."""
     told: Any = setting
     for name in (BRIDGES, STUDENT):
         if getattr(told, name, None) is not None:
             told = replace(told, **{name: AUTO_BRIDGES})
+    if several := getattr(told, STUDENTS, ()):
+        told = replace(told, students=[written_students(setting)[name] for name in several])
     return cast(DepthPolicy, told)
+
+
+def written_students(setting: DepthPolicy) -> dict[str, str]:
+    """What a setting calls each of its students, and what `d3.json` calls it."""
+    if (one := getattr(setting, STUDENT, None)) is not None:
+        return {one: AUTO_BRIDGES}
+    return {name: f"{AUTO_BRIDGES}-{nth}" for nth, name in enumerate(getattr(setting, STUDENTS, ()), 1)}
 
 
 def _evidence(check: Check) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import require
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Window, read_bridges
 from d3engine.model.config import ModelConfig
-from d3engine.model.students import STUDENT_FILE, read_student
+from d3engine.model.students import read_student, student_path
 from d3engine.model.weights import LayerWeights
 from d3engine.research.analysis.layers import FloatArray, Mean, compared, mean_over
 from d3engine.research.analysis.report import Table, counted
@@ -143,20 +143,18 @@ def judgeable_of(run: AnswerPass, directory: Path, words: str, policy: DepthPoli
     schedule = policy.schedule(num_layers)
     plain = policy.exit_rule(num_layers) is None and policy.draft_rule(num_layers) is None
     require(plain and schedule.is_nested, "--depth", words, "one whose skipped layers stay skipped")
-
-    def path(name: str, usual: str) -> Path:
-        return beside(directory, usual) if name == AUTO_BRIDGES else Path(name)
-
     levels: list[tuple[int, Layers]] = []
     for level in schedule.students:
-        student = read_student(path(level.student, STUDENT_FILE), run.config)
+        student = read_student(student_path(directory, level.student), run.config)
         require(student.fingerprint == fingerprint, "--depth", words, "with a student of these weights")
         skipped = np.flatnonzero(~schedule.active(level.step)).tolist()
         student.check_made_for(run.config, level.student, skipped, level.width)
         levels.append((level.step, layers_of(student, run.weights)))
     bridges = None
     if schedule.bridges is not None:
-        found = read_bridges(path(schedule.bridges, BRIDGES_FILE)).to(torch.float32, torch.device("cpu"))
+        is_auto = schedule.bridges == AUTO_BRIDGES
+        file = beside(directory, BRIDGES_FILE) if is_auto else Path(schedule.bridges)
+        found = read_bridges(file).to(torch.float32, torch.device("cpu"))
         require(found.fingerprint == fingerprint, "--depth", words, "with bridges of these weights")
         missing = [one for one in schedule.windows() if one not in found.by_window]
         require(not missing, "--depth", words, f"with bridges over the windows {missing[:8]} as well")

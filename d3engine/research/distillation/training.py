@@ -29,7 +29,7 @@ from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation.corpus import OwnAnswer, in_turns
 from d3engine.research.distillation.judging import Judgeable, judge
 from d3engine.research.distillation.passes import AnswerPass, FullAnswer, replaced, tensors_of_layer
-from d3engine.research.distillation.widths import kept_neurons, narrow, neuron_scores
+from d3engine.research.distillation.widths import Refitting, kept_neurons, narrow, neuron_scores
 from d3engine.utils.files import as_json
 
 SAVE_EVERY = 20
@@ -356,23 +356,33 @@ def narrowed_shape(
     width: float,
     texts: Sequence[OwnAnswer],
     progress: Callable[[int], None],
+    state: tuple[Path, str] | None = None,
 ) -> Shape:
     """A shape with narrower MLPs in those layers `among` that it leaves as they are.
 
     `width` is what stays of all their neurons. Beside the down matrices all but the rows of gate and up is the
-    student's own. `progress` is called for each part of the work, with how many parts there are.
+    student's own. `progress` is called for each part of the work, with how many parts there are. `state` is a file, and
+    the key of this run, which goes on where an earlier one of that key has ended.
     """
     layers = [one for one in among if one not in shape.skip_layers and one not in shape.start]
     scored = in_turns(texts)[:SCORED_TEXTS]
-    advance = partial(progress, len(scored) + run.config.num_layers)
-    kept = kept_neurons(neuron_scores(run, scored, layers, progress=advance), width)
+    begun = None if state is None else Refitting.read(*state)
+    advance = partial(progress, run.config.num_layers + (-begun.done if begun else len(scored)))
+
+    def save(refitting: Refitting) -> None:
+        if state is not None:
+            refitting.write(*state)
+
+    if begun is None:
+        begun = Refitting(kept_neurons(neuron_scores(run, scored, layers, progress=advance), width))
+        save(begun)
     own = {layer: replaced(run.weights.layers[layer], t, run.weights.dtype) for layer, t in shape.start.items()}
-    down = narrow(run, texts, kept, shape.skip_layers, own, advance)
+    down = narrow(run, texts, begun, shape.skip_layers, own, advance, save)
     start = dict(shape.start)
     for layer in layers:
         others = tensors_of_layer(run.weights.layers[layer])
         del others["gate_up"]
-        start[layer] = {**_floats(others), NEURONS: kept[layer], "down": down[layer]}
+        start[layer] = {**_floats(others), NEURONS: begun.kept[layer], "down": down[layer]}
     return Shape(shape.skip_layers, start)
 
 
@@ -429,6 +439,16 @@ def best_kept(run: AnswerPass, first: int, stop: int, texts: Sequence[OwnAnswer]
     return min(errors, key=lambda layer: errors[layer])
 
 
+def best_window(
+    run: AnswerPass, size: int, texts: Sequence[OwnAnswer], most_tokens: int, progress: Callable[[], None]
+) -> tuple[int, int]:
+    """The window of `size` layers that generated tokens can be without at the least KL divergence from full depth."""
+    layers = run.config.num_layers
+    windows = [(first, first + size) for first in range(layers - size + 1)]
+    found = judge(run, texts, [Judgeable("", skipping(range(*one), layers)) for one in windows], most_tokens, progress)
+    return min(zip(windows, found, strict=True), key=lambda one: one[1].mean(0).value)[0]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a training takes; `gigaflops` is what a product gives on this machine, just now."""
@@ -479,7 +499,9 @@ def estimate_widths(run: AnswerPass, texts: Sequence[OwnAnswer], num_layers: int
     flops += num_layers * kept * (2 * count * answer * (kept + hidden) + kept * kept)
     graph = whole * config.num_layers * (4 * config.intermediate_size + 8 * hidden) * size
     scoring = graph + 3 * 4 * config.vocab_size * answer
-    refitting = count * ((whole + answer) * hidden + answer * kept) * size + 4 * kept * (3 * kept + num_layers * hidden)
+    # Of texts and of down matrices there are copies while a state is saved.
+    refitting = count * (3 * (whole + answer) * hidden + answer * kept) * size
+    refitting += 4 * kept * (3 * kept + 2 * num_layers * hidden)
     total = (config.num_layers * layer + 2 * head) * size + max(scoring, refitting)
     speed = _flops_a_second(run.weights.dtype, hidden, config.intermediate_size)
     return Estimate(flops / speed, total / 2**30, speed / 1e9)

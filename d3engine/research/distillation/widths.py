@@ -10,9 +10,12 @@ depth's: a layer makes up for what those under it have lost.
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +24,11 @@ from torch import Tensor
 from d3engine.errors import require_number
 from d3engine.model.students import narrowed
 from d3engine.model.weights import LayerWeights
+from d3engine.research.bridges.fitting import read_state, write_state
 from d3engine.research.bridges.passage import gated_rows, linear, matrix_of
 from d3engine.research.distillation.corpus import OwnAnswer
 from d3engine.research.distillation.passes import AnswerPass, Entries, replaced
+from d3engine.utils.files import as_json
 
 RIDGE, RIDGE_ROWS = 0.1, 10_000
 """In units of the mean diagonal of the kept neurons' products, at that number of rows; it falls as the root of more.
@@ -34,6 +39,9 @@ MULTIPLE = 32
 
 NARROWEST = 1 / 8
 """Of a layer's neurons as many stay at least."""
+
+SAVE_SECONDS = 60.0
+"""Between two saved states of a refitting at least: one of Coder-0.5B and 400 answers takes half a gigabyte."""
 
 
 def kept_neurons(scores: Mapping[int, Tensor], width: float) -> dict[int, Tensor]:
@@ -85,6 +93,37 @@ def neuron_scores(
 
 
 @dataclass
+class Refitting:
+    """How far the layers are refitted: the neurons that stay, the down matrices of `done` layers, and the rows behind
+    these, of all texts: `full` [T, H] at full depth, `own` [R, H] the student's."""
+
+    kept: Mapping[int, Tensor]
+    done: int = 0
+    down: dict[int, Tensor] = field(default_factory=dict)
+    full: Tensor = field(default_factory=lambda: torch.empty(0))
+    own: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def write(self, path: Path, key: str) -> None:
+        """Save it, for a run of the same `key` to go on from."""
+        tensors = {f"kept.{layer}": neurons for layer, neurons in self.kept.items()}
+        tensors |= {f"down.{layer}": down.contiguous() for layer, down in self.down.items()}
+        words = json.dumps([self.done, list(self.kept), list(self.down)])
+        write_state(path, key, {**tensors, "full": self.full, "own": self.own}, {"refitting": words})
+
+    @staticmethod
+    def read(path: Path, key: str) -> Refitting | None:
+        """What `write` has saved of this `key`; None where there is none."""
+
+        def read(tensor: Callable[[str], Tensor], words: Mapping[str, str]) -> Refitting:
+            done, kept, down = as_json(words["refitting"], path)
+            neurons = {layer: tensor(f"kept.{layer}") for layer in kept}
+            matrices = {layer: tensor(f"down.{layer}") for layer in down}
+            return Refitting(neurons, done, matrices, tensor("full"), tensor("own"))
+
+        return read_state(path, key, read)
+
+
+@dataclass
 class _Stream:
     """A text on its way up: `full` [T, H] at full depth, `own` [R, H] the student's generated rows."""
 
@@ -98,22 +137,30 @@ class _Stream:
 def narrow(
     run: AnswerPass,
     texts: Sequence[OwnAnswer],
-    kept: Mapping[int, Tensor],
+    begun: Refitting,
     skip_layers: Sequence[int] = (),
     own_layers: Mapping[int, LayerWeights] | None = None,
     progress: Callable[[], None] = lambda: None,
+    save: Callable[[Refitting], None] = lambda state: None,
 ) -> dict[int, Tensor]:
-    """A float32 down matrix [H, k] for each layer of `kept`, of a student that has `own_layers` and `skip_layers`.
+    """A float32 down matrix [H, k] for each layer of `begun.kept`, of a student of `own_layers` and `skip_layers`.
 
-    `progress` is called for each of the model's layers.
+    `progress` is called for each layer that is not done, `save` now and then with what is done.
     """
-    streams = []
+    kept, found, streams = begun.kept, dict(begun.down), list[_Stream]()
     for text in texts:
         full = run.embedded([*text.prompt_ids, *text.token_ids[:-1]])
         prompt = len(text.prompt_ids)
         streams.append(_Stream(prompt, full, full[prompt:], run.rotations(0, full.shape[0])))
-    found = {}
+    if begun.done:
+        fulls = torch.split(begun.full, [len(stream.full) for stream in streams])
+        owns = torch.split(begun.own, [len(stream.own) for stream in streams])
+        for stream, full, own_rows in zip(streams, fulls, owns, strict=True):
+            stream.full, stream.own = full, own_rows
+    saved = time.monotonic()
     for number, layer in enumerate(run.weights.layers):
+        if number < begun.done:
+            continue
         entries = []
         for stream in streams:
             prompt = stream.prompt_length
@@ -127,6 +174,10 @@ def narrow(
                 rotations = stream.rotations[number][stream.prompt_length :]
                 stream.own, _ = run.layer(number, own, stream.own, rotations, before)
         progress()
+        if time.monotonic() - saved >= SAVE_SECONDS:
+            full, own_rows = torch.cat([one.full for one in streams]), torch.cat([one.own for one in streams])
+            save(Refitting(kept, number + 1, found, full, own_rows))
+            saved = time.monotonic()
     return found
 
 
