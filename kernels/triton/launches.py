@@ -29,6 +29,16 @@ from d3engine.kernels.quantized import FORMATS, GROUP, Fp8Weight, Int4Weight, In
 from d3engine.kernels.split_blocks import SPLIT_TYPES, SplitBlockWeight, split_columns
 from d3engine.kernels.target import NO_TARGET, Target, target_of
 
+if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
+    # Its interpreter makes an index of an array of one element, which NumPy refuses from 2.4 on.
+    from triton.runtime import interpreter
+
+    def _patch_tensor(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_tensor
+
 MODULES = (
     "rms_norm",
     "qkv",
