@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from d3engine.kernels.kv_pool import FP8_CAPABILITY
+from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY
 from d3engine.kernels.target import target_of
 from d3engine.model.quantization_config import QUANTIZATION_SCHEMES
 from d3engine.utils.files import write_whole
@@ -99,6 +99,16 @@ class Round:
         """What moving `num_bytes` in `seconds` is of the measured copy rate; None where one is not known."""
         rate = self.ceilings.get("copy")
         return num_bytes / seconds / rate if rate and seconds else None
+
+
+def takes_scales_of_rows() -> bool:
+    """Whether torch's product of 8-bit floats takes a scale for each row on a CPU too; torch 2.11's does not."""
+    ones, scales = torch.ones(16, 16).to(FP8), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(ones, ones.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

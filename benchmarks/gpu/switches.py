@@ -20,7 +20,17 @@ from torch import Tensor
 
 from benchmarks.gpu import kernels as part_kernels
 from benchmarks.gpu.cases import BLOCK_SIZE, EPS, SHAPES, TINY, Case, Draw, Shape, cases, in_float64, quantized_cases
-from benchmarks.gpu.common import LEAST_S, Fill, Round, Row, fill_rows, require_device, synchronize, timed
+from benchmarks.gpu.common import (
+    LEAST_S,
+    Fill,
+    Round,
+    Row,
+    fill_rows,
+    require_device,
+    synchronize,
+    takes_scales_of_rows,
+    timed,
+)
 from benchmarks.gpu.device import launched_as_in_engines
 from d3engine.kernels import reference
 from d3engine.kernels.quantized import Fp8Weight
@@ -365,6 +375,8 @@ def _prompts(shape: Shape, rows: int, current: Round) -> Iterator[Question]:
         "8-bit rows": (*unpacked, ("matmul", "Fp8RowsWeight", Fp8Weight)),
         "own kernel": tuple((module, border, 10**9) for module, border, _ in unpacked),
     }
+    if not current.on_gpu and not takes_scales_of_rows():
+        del variants["8-bit rows"]
     for case in _matrices(shape, rows, "fp8", current):
         name = f"{case.operation}, {rows} rows: prompts"
         yield Question(name, shape, case, variants, rounding={"8-bit rows": FP8_ROWS_ERROR})
