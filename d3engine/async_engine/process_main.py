@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from d3engine.depth import policy_from_dict
 from d3engine.engine import depth as certification
 from d3engine.engine.engine import Engine
 from d3engine.engine.settings import plain_settings
+from d3engine.errors import EngineClosedError
 from d3engine.request.admission import IntervalAdmission
 from d3engine.request.outputs import RequestOutput
 from d3engine.utils.garbage import collect_seldom, freeze_loaded
@@ -34,11 +37,14 @@ _PATIENCE_SECONDS = 60.0
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to this one too; the parent ends both in its turn
     collect_seldom()
     logging.getLogger(certification.__name__).setLevel(logging.ERROR)  # the parent logs every policy already
     parent = os.getppid()
     start: wire.Start = wire.decode_message(bytes.fromhex(sys.stdin.readline()))
-    threading.Thread(target=_end_with, args=(parent,), name="d3engine-parent", daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(parent, Path(start.pulse).parent), name="d3engine-parent", daemon=True
+    ).start()
     torch.set_num_threads(start.threads)
     context = zmq.Context()
     replies = context.socket(zmq.PUSH)
@@ -53,7 +59,10 @@ def main() -> None:
     beat = SharedHeartbeatClock(Path(start.pulse)).beat
     loop = EngineLoop(engine, lambda batch: _send(replies, map(_reply, batch)), beat=beat)
     threading.Thread(target=_receive, args=(context, start.requests, engine, loop), daemon=True).start()
-    _end(replies, loop.run_to_end())
+    end = loop.run_to_end()
+    if isinstance(end, EngineClosedError):  # after a fault callers hear of it at once, and no file is written
+        engine.close()
+    _end(replies, end)
 
 
 def _end(replies: Any, error: BaseException) -> None:
@@ -65,11 +74,12 @@ def _end(replies: Any, error: BaseException) -> None:
     os._exit(1)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, whatever it is doing."""
+def _end_with(parent: int, folder: Path) -> None:
+    """End this process when its parent has ended, whatever it is doing; a parent that was killed leaves its folder."""
     while True:
         readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
         if (readable and not os.read(sys.stdin.fileno(), 1)) or os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
 

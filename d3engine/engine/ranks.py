@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def start_ranks(size: int) -> tuple[WorkerChannel, Place]:
 
 def main() -> None:
     """A process that `start_ranks` has started."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the engine's own process does
     link, rank, size, parent = map(int, sys.argv[1:5])
     store = dist.FileStore(sys.argv[5], size)
     status = 1

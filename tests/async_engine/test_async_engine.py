@@ -112,7 +112,7 @@ async def test_a_mistake_of_one_caller_is_raised_to_him_alone(
     with pytest.raises(InvalidValueError, match="prompt_token_ids must be"):
         await anext(engine.generate([10**6], greedy()))
     taken = asyncio.create_task(anext(engine.generate(OTHER, greedy(), request_id="a")))
-    while not engine._transport._loop.inbox.qsize():
+    while not (taken.done() or engine._transport._loop.inbox.qsize()):
         await asyncio.sleep(0)
     gate.open()
     with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):

@@ -187,8 +187,10 @@ def test_process_computes_with_as_many_threads_as_its_parent() -> None:
 
 
 def test_a_process_ends_when_its_parent_is_killed(tmp_path: Any) -> None:
-    """The end is seen by a pipe that the process holds, so not even a zombie would pass for it."""
-    requests, replies, pulse = (f"ipc://{tmp_path / name}" for name in ("requests", "replies", "pulse"))
+    """The end is seen by a pipe that the process holds, so not even a zombie would pass for it; no file is left."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    requests, replies, pulse = (f"ipc://{folder / name}" for name in ("requests", "replies", "pulse"))
     start = wire.Start("demo", {"device": "cpu"}, requests, replies, pulse.removeprefix("ipc://"), threads=1)
     parent_code = """if True:
         import subprocess, sys
@@ -211,6 +213,7 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path: Any) -> None:
     parent.stdout.close()
     assert os.read(life, 1) == b""  # waits for the process's end
     os.close(life)
+    assert not folder.exists()
 
 
 SAYS = """if True:

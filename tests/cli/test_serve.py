@@ -211,6 +211,7 @@ def test_serve_engine_process_is_served_and_its_death_reported() -> None:
     children = psutil.Process(running.process.pid).children()
     (engine,) = [child for child in children if "process_main" in " ".join(child.cmdline())]
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer a-key-of-1234"}, timeout=300) as client:
+        engine.terminate()  # as systemd does to all processes of a service: the server alone ends it
         body = {"prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True, "return_token_ids": True}
         events = [json.loads(line[6:]) for line in client.post("/completions", json=body).iter_lines() if "{" in line]
         tokens = [len(event["choices"][0]["token_ids"]) for event in events]

@@ -184,10 +184,14 @@ def test_engine_that_a_fault_ends_leaves_the_file(make: Make, tmp_path: Path, mo
     assert not (tmp_path / "prefixes").exists()
 
 
-def test_an_engine_that_serves_writes_it_when_it_closes(make: Make, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["thread", "process"])
+def test_an_engine_that_serves_writes_it_when_it_closes(model: Path, tmp_path: Path, transport: str) -> None:
+    """On a thread, and in the process that is the default on a GPU."""
+
     async def ask() -> None:
         options: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 128, "skip_tokenizer_init": True}
-        engine = AsyncEngine(model, device="cpu", prefix_cache_file=tmp_path / "prefixes", **options)
+        options |= {"transport": transport, "prefix_cache_file": tmp_path / "prefixes"}
+        engine = AsyncEngine(model, device="cpu", **options)
         asked = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
         async for _ in engine.generate({"prompt_token_ids": PROMPTS[2]}, asked):
             pass

@@ -61,6 +61,7 @@ def test_rank_processes_answer_as_one_and_die_by_name(tiny_llama: MakeLlama, mak
         wanted = tokens_of(whole, prompts)
     engine = engine_of(directory, tensor_parallel_size=2)
     (rank,) = children()
+    os.kill(rank.pid, signal.SIGTERM)  # which systemd sends to all processes of a service: rank 0 ends the others
     assert tokens_of(engine, prompts) == wanted
     assert engine.stats().executor == "eager, on 2 ranks"
     engine.add_request("one", prompts[0], asked_of_each()[0])

@@ -36,6 +36,19 @@ def test_a_stream_ends_with_all_fields_and_without_done(http: httpx.Client) -> N
     assert "timings" in events[-1]
 
 
+def test_a_stream_has_every_token_and_its_probabilities(http: httpx.Client) -> None:
+    """A token whose whole text may begin a stop word is told when it comes."""
+    asked = {"prompt": PROMPT, "n_probs": 1, **GREEDY}
+    whole = http.post("/completion", json=asked).json()
+    stop = [f"{row['token']}never" for row in whole["completion_probabilities"][1:5]]
+    text = http.post("/completion", json={**asked, "stop": stop, "stream": True}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: ")]
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [token for event in events for token in event["tokens"]] == whole["tokens"]
+    rows = [row["id"] for event in events for row in event.get("completion_probabilities", ())]
+    assert rows == whole["tokens"]
+
+
 def test_sampling_fields_go_by_both_names(http: httpx.Client) -> None:
     ours = {"temperature": 0.9, "seed": 3, "top_k": 9, "min_p": 0.01, "logit_bias": {"7": 2.0, "9": -100.0}}
     wanted = completion(http, repetition_penalty=1.3, max_tokens=16, **ours)["text"]

@@ -127,7 +127,7 @@ def test_sleep_lets_requests_in_progress_end(http: httpx.Client, starts: Starts)
             lines = stream.iter_lines()
             events = [next(lines)]
             asleep = pool.submit(http.post, "/sleep")
-            while not http.get("/metrics").text.count("num_requests_in_flight 2.0"):
+            while not (asleep.done() or "num_requests_in_flight 2.0" in http.get("/metrics").text):
                 pass
             later = pool.submit(http.post, "/v1/completions", json=BODY)
             events += lines

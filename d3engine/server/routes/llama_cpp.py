@@ -177,7 +177,7 @@ class LlamaAnswer:
         news = self._news(output)
         if answer.finish_reason is not None:
             news |= self._end(output)
-        elif not news["content"]:
+        elif not (news["content"] or news["tokens"]):  # one whose text is held back has its place and probabilities
             return b""
         return b"data: " + orjson.dumps(news) + b"\n\n"
 
