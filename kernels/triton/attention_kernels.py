@@ -11,6 +11,8 @@ of a split `acc / l_i` is its partial result, and `m_i + log2(l_i)` its `lse`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,56 +27,59 @@ from d3engine.kernels.triton.product_kernels import hyperbolic_tangent, wait_for
 from d3engine.kernels.triton.small_values import fp8_values
 
 
+class AttentionConfig(NamedTuple):
+    """Constants of the loop over entries, made and passed on as `ProductConfig` is."""
+
+    KV_HEADS: int
+    CHANNELS: int
+    PADDED_CHANNELS: int
+    BLOCK_SIZE: int
+    TILE: int
+    # Of single rows alone:
+    GROUP: int | None = None
+    PADDED_GROUP: int | None = None
+    STAGES: int | None = None
+    UPCAST: bool | None = None
+
+
 @triton.jit
-def tile_blocks(table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def tile_blocks(table, start, end, CONFIG: tl.constexpr, MASKED: tl.constexpr):
     """Ids of the blocks of entries [start, start + TILE): one id for all, or [TILE] one for each.
 
     `start` is a multiple of TILE, so a tile lies inside one block or covers several blocks whole. With MASKED nothing
     is read from `end` on, and `start` may lie there.
     """
-    if BLOCK_SIZE >= TILE:
+    if CONFIG.BLOCK_SIZE >= CONFIG.TILE:
         if MASKED:
-            blocks = tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
+            blocks = tl.load(table + start // CONFIG.BLOCK_SIZE, mask=start < end, other=0)
         else:
-            blocks = tl.load(table + start // BLOCK_SIZE)
+            blocks = tl.load(table + start // CONFIG.BLOCK_SIZE)
     else:
-        positions = start + tl.arange(0, TILE)
+        positions = start + tl.arange(0, CONFIG.TILE)
         if MASKED:
-            blocks = tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+            blocks = tl.load(table + positions // CONFIG.BLOCK_SIZE, mask=positions < end, other=0)
         else:
-            blocks = tl.load(table + positions // BLOCK_SIZE)
+            blocks = tl.load(table + positions // CONFIG.BLOCK_SIZE)
     return blocks
 
 
 @triton.jit
-def load_tile(
-    pool,
-    blocks,
-    start,
-    end,
-    KV_HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PADDED_CHANNELS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+def load_tile(pool, blocks, start, end, CONFIG: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr):
     """Keys [TILE, PADDED_CHANNELS] of entries [start, start + TILE) of a head, or VALUES; with MASKED, 0 from `end` on.
 
     `pool` points at channel 0 of the head in block 0, `blocks` are the tile's `tile_blocks`. Masked lanes are never
     read: what stands there may be NaN.
     """
-    ENTRY: tl.constexpr = KV_HEADS * CHANNELS
-    positions = start + tl.arange(0, TILE)
-    channels = tl.arange(0, PADDED_CHANNELS)
+    ENTRY: tl.constexpr = CONFIG.KV_HEADS * CONFIG.CHANNELS
+    positions = start + tl.arange(0, CONFIG.TILE)
+    channels = tl.arange(0, CONFIG.PADDED_CHANNELS)
     # 64 bits: a pool of 80 GB holds more than 2^31 elements.
-    offsets = blocks.to(tl.int64) * (2 * BLOCK_SIZE * ENTRY) + (positions % BLOCK_SIZE) * ENTRY
+    offsets = blocks.to(tl.int64) * (2 * CONFIG.BLOCK_SIZE * ENTRY) + (positions % CONFIG.BLOCK_SIZE) * ENTRY
     entries_at = pool + offsets[:, None] + channels[None, :]
     if VALUES:
-        entries_at += BLOCK_SIZE * ENTRY
-    if MASKED or PADDED_CHANNELS != CHANNELS:
-        wanted = (positions < end)[:, None] & (channels < CHANNELS)[None, :]
+        entries_at += CONFIG.BLOCK_SIZE * ENTRY
+    if MASKED or CONFIG.PADDED_CHANNELS != CONFIG.CHANNELS:
+        wanted = (positions < end)[:, None] & (channels < CONFIG.CHANNELS)[None, :]
         entries = tl.load(entries_at, mask=wanted, other=0.0)
     else:
         entries = tl.load(entries_at)
@@ -82,18 +87,15 @@ def load_tile(
 
 
 @triton.jit
-def load_scales(
-    scales, blocks, start, end,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+def load_scales(scales, blocks, start, end, CONFIG: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr):
     """What keys, or VALUES, of entries [start, start + TILE) in 8 bits are multiples of, [TILE].
 
     `scales` points at those of the head in block 0. (Not for pools without scales: Triton 3.6 returns no None.)
     """
-    positions = start + tl.arange(0, TILE)
-    scales_at = scales + blocks.to(tl.int64) * (2 * KV_HEADS * BLOCK_SIZE) + positions % BLOCK_SIZE
+    positions = start + tl.arange(0, CONFIG.TILE)
+    scales_at = scales + blocks.to(tl.int64) * (2 * CONFIG.KV_HEADS * CONFIG.BLOCK_SIZE) + positions % CONFIG.BLOCK_SIZE
     if VALUES:
-        scales_at += KV_HEADS * BLOCK_SIZE
+        scales_at += CONFIG.KV_HEADS * CONFIG.BLOCK_SIZE
     if MASKED:
         found = tl.load(scales_at, mask=positions < end, other=0.0)
     else:
@@ -140,11 +142,7 @@ def _attend_tiles(
     end,
     scale,
     cap,
-    KV_HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PADDED_CHANNELS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    CONFIG: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Online softmax of `queries` [rows, D] over entries [begin, end), a row only over those below its `limits`.
@@ -158,20 +156,20 @@ def _attend_tiles(
     the maximum then.
     """
     LIFT: tl.constexpr = 0.0 if scales is None else _LIFT
-    for start in tl.range(begin, end, TILE):
-        blocks = tile_blocks(table, start, end, BLOCK_SIZE, TILE, MASKED)
-        keys = load_tile(pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, False)
+    for start in tl.range(begin, end, CONFIG.TILE):
+        blocks = tile_blocks(table, start, end, CONFIG, MASKED)
+        keys = load_tile(pool, blocks, start, end, CONFIG, MASKED, False)
         if scales is not None:
             keys = fp8_values(keys, queries.dtype)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if scales is not None:
-            scores *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, False)[None, :]
+            scores *= load_scales(scales, blocks, start, end, CONFIG, MASKED, False)[None, :]
         if cap is not None:  # the scale is in them then
             scores = cap * hyperbolic_tangent(scores * (scale / cap)[:, None])
         if MASKED:
-            seen = (start + tl.arange(0, TILE))[None, :] < limits[:, None]
+            seen = (start + tl.arange(0, CONFIG.TILE))[None, :] < limits[:, None]
             if firsts is not None:
-                seen &= (start + tl.arange(0, TILE))[None, :] >= firsts[:, None]
+                seen &= (start + tl.arange(0, CONFIG.TILE))[None, :] >= firsts[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         # The largest score is scaled by itself: then a weight takes a multiply-add and a power.
         if cap is not None:
@@ -185,10 +183,8 @@ def _attend_tiles(
             weights = tl.exp2(scores * scale[:, None] - m_new[:, None])
         l_i = l_i * decay + tl.sum(weights, 1)
         if scales is not None:
-            weights *= load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, MASKED, True)[None, :]
-        values = load_tile(
-            pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, MASKED, True
-        )
+            weights *= load_scales(scales, blocks, start, end, CONFIG, MASKED, True)[None, :]
+        values = load_tile(pool, blocks, start, end, CONFIG, MASKED, True)
         if scales is not None:
             values = fp8_values(values, queries.dtype)
         values = values.to(queries.dtype)
@@ -199,21 +195,19 @@ def _attend_tiles(
 
 @triton.jit
 def _first_loads(
-    queries, block_tables, row, chunk, kv_head, begin, end, query_stride, table_stride,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    queries, block_tables, row, chunk, kv_head, begin, end, query_stride, table_stride, CONFIG: tl.constexpr
+):
     """What a split's first tile waits for, where no group shares it: the query [D], and the tile's `tile_blocks`.
 
     Nothing is read of a split without entries, nor of a group: its loop's own pipeline has the query and the ids of two
     tiles under way at once, and would have fewer stages of keys and values if it began with ids.
     """
-    if GROUP == 1:
-        channels = tl.arange(0, PADDED_CHANNELS)
-        own = queries + row.to(tl.int64) * query_stride + kv_head * CHANNELS + channels
-        query = tl.load(own, mask=channels < tl.where(begin < end, CHANNELS, 0), other=0.0)
+    if CONFIG.GROUP == 1:
+        channels = tl.arange(0, CONFIG.PADDED_CHANNELS)
+        own = queries + row.to(tl.int64) * query_stride + kv_head * CONFIG.CHANNELS + channels
+        query = tl.load(own, mask=channels < tl.where(begin < end, CONFIG.CHANNELS, 0), other=0.0)
         table = block_tables + chunk.to(tl.int64) * table_stride
-        blocks = tile_blocks(table, begin, end, BLOCK_SIZE, TILE, True)
+        blocks = tile_blocks(table, begin, end, CONFIG, True)
     else:
         query = begin
         blocks = begin
@@ -233,48 +227,37 @@ def _attend_entries(
     first,
     scale,
     cap,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PADDED_CHANNELS: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """One row's heads of a group over entries [begin, end): the state of the softmax, see `_result_of`.
 
     Where `first` is not None the row does not look at those before it. `queries` points at the group's first head,
     `query` and `blocks` are `_first_loads`.
     """
-    if GROUP == 1:
+    if CONFIG.GROUP == 1:
         # No other head shares these entries, so a matrix product would fill one row of sixteen: multiply and sum.
         # Each lane of the tile keeps a softmax of its own over the entries it meets; the lanes meet once, at the end,
         # and the loop has no reduction that crosses warps.
         query = query.to(tl.float32) * scale
-        m_i = tl.full([TILE], FLOOR, tl.float32)
-        l_i = tl.zeros([TILE], tl.float32)
-        acc = tl.zeros([TILE, PADDED_CHANNELS], tl.float32)
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):  # the launch's own leave out what no dot reads
-            next_blocks = tile_blocks(table, start + TILE, end, BLOCK_SIZE, TILE, True)  # a load less to wait for
-            keys = load_tile(
-                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, False
-            )
-            values = load_tile(
-                pool, blocks, start, end, KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True, True
-            )
+        m_i = tl.full([CONFIG.TILE], FLOOR, tl.float32)
+        l_i = tl.zeros([CONFIG.TILE], tl.float32)
+        acc = tl.zeros([CONFIG.TILE, CONFIG.PADDED_CHANNELS], tl.float32)
+        # The launch's own stages leave out what no dot reads.
+        for start in tl.range(begin, end, CONFIG.TILE, num_stages=CONFIG.STAGES):
+            next_blocks = tile_blocks(table, start + CONFIG.TILE, end, CONFIG, True)  # a load less to wait for
+            keys = load_tile(pool, blocks, start, end, CONFIG, True, False)
+            values = load_tile(pool, blocks, start, end, CONFIG, True, True)
             if scales is not None:
-                key_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True, False)
-                value_scales = load_scales(scales, blocks, start, end, KV_HEADS, BLOCK_SIZE, TILE, True, True)
+                key_scales = load_scales(scales, blocks, start, end, CONFIG, True, False)
+                value_scales = load_scales(scales, blocks, start, end, CONFIG, True, True)
             scores = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if scales is not None:
                 scores *= key_scales
             if cap is not None:
                 scores = cap * hyperbolic_tangent(scores / cap)
-            seen = start + tl.arange(0, TILE) < end
+            seen = start + tl.arange(0, CONFIG.TILE) < end
             if first is not None:
-                seen &= start + tl.arange(0, TILE) >= first
+                seen &= start + tl.arange(0, CONFIG.TILE) >= first
             scores = tl.where(seen, scores, float("-inf"))
             m_new = tl.maximum(m_i, scores)
             decay = tl.exp2(m_i - m_new)
@@ -286,27 +269,26 @@ def _attend_entries(
             m_i = m_new
             blocks = next_blocks
     else:
-        heads = tl.arange(0, PADDED_GROUP)
-        channels = tl.arange(0, PADDED_CHANNELS)
-        valid = (heads < GROUP)[:, None] & (channels < CHANNELS)[None, :]
-        packed = tl.load(queries + heads[:, None] * CHANNELS + channels[None, :], mask=valid, other=0.0)
-        if UPCAST:
+        heads = tl.arange(0, CONFIG.PADDED_GROUP)
+        channels = tl.arange(0, CONFIG.PADDED_CHANNELS)
+        valid = (heads < CONFIG.GROUP)[:, None] & (channels < CONFIG.CHANNELS)[None, :]
+        packed = tl.load(queries + heads[:, None] * CONFIG.CHANNELS + channels[None, :], mask=valid, other=0.0)
+        if CONFIG.UPCAST:
             packed = packed.to(tl.float32)
-        row_scales = tl.zeros([PADDED_GROUP], tl.float32) + scale
+        row_scales = tl.zeros([CONFIG.PADDED_GROUP], tl.float32) + scale
         if scales is not None:
             packed, largest = normalized(packed)
             row_scales *= largest
-        m_i = tl.full([PADDED_GROUP], FLOOR, tl.float32)
-        l_i = tl.zeros([PADDED_GROUP], tl.float32)
-        acc = tl.zeros([PADDED_GROUP, PADDED_CHANNELS], tl.float32)
-        limits = tl.zeros([PADDED_GROUP], tl.int32) + end
+        m_i = tl.full([CONFIG.PADDED_GROUP], FLOOR, tl.float32)
+        l_i = tl.zeros([CONFIG.PADDED_GROUP], tl.float32)
+        acc = tl.zeros([CONFIG.PADDED_GROUP, CONFIG.PADDED_CHANNELS], tl.float32)
+        limits = tl.zeros([CONFIG.PADDED_GROUP], tl.int32) + end
         if first is None:
             firsts = None
         else:
-            firsts = tl.zeros([PADDED_GROUP], tl.int32) + first
+            firsts = tl.zeros([CONFIG.PADDED_GROUP], tl.int32) + first
         acc, m_i, l_i = _attend_tiles(
-            acc, m_i, l_i, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap,
-            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
+            acc, m_i, l_i, packed, limits, firsts, pool, scales, table, begin, end, row_scales, cap, CONFIG, True,
         )  # fmt: skip
     return acc, m_i, l_i
 
@@ -367,6 +349,9 @@ def single_rows_kernel(
     What is known of a split, and the first ids of blocks where no group shares it, are loaded during the split before.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    CONFIG: tl.constexpr = AttentionConfig(
+        KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, GROUP, PADDED_GROUP, STAGES, UPCAST
+    )
     wait_for_previous(PDL)
     active = tl.load(num_rows).to(tl.int32)
     all_work = tl.load(listed) * KV_HEADS
@@ -381,8 +366,7 @@ def single_rows_kernel(
     kv_length, split = tl.where(is_there, kv_length, 0), tl.where(is_there, split, 0)
     begin, end, splits = entries_of_split(kv_length, split, window, SPLIT, MOST_SPLITS, WINDOWED)
     query, blocks = _first_loads(
-        queries, block_tables, row, chunk, work % KV_HEADS, begin, end, query_stride, table_stride,
-        GROUP, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE,
+        queries, block_tables, row, chunk, work % KV_HEADS, begin, end, query_stride, table_stride, CONFIG,
     )  # fmt: skip
     while kv_length > 0:
         nth = work // KV_HEADS
@@ -399,15 +383,14 @@ def single_rows_kernel(
             queries + row.to(tl.int64) * query_stride + kv_head * GROUP * CHANNELS, query, blocks,
             pool + kv_head * CHANNELS,
             None if scales is None else scales + kv_head * BLOCK_SIZE,
-            block_tables + chunk.to(tl.int64) * table_stride, begin, end, seen_first, scale, cap,
-            GROUP, KV_HEADS, CHANNELS, PADDED_CHANNELS, PADDED_GROUP, BLOCK_SIZE, TILE, STAGES, UPCAST,
+            block_tables + chunk.to(tl.int64) * table_stride, begin, end, seen_first, scale, cap, CONFIG,
         )  # fmt: skip
         next_is_there = next_row < active
         next_length, next_split = tl.where(next_is_there, next_length, 0), tl.where(next_is_there, next_split, 0)
         begin, end, next_splits = entries_of_split(next_length, next_split, window, SPLIT, MOST_SPLITS, WINDOWED)
         query, blocks = _first_loads(
             queries, block_tables, next_row, next_chunk, next_work % KV_HEADS, begin, end, query_stride, table_stride,
-            GROUP, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE,
+            CONFIG,
         )  # fmt: skip
         result, weight = _result_of(acc, m_i, l_i, GROUP)
         target = out + (row.to(tl.int64) * HEADS + kv_head * GROUP) * CHANNELS
@@ -469,6 +452,7 @@ def long_chunks_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = PACKED_ROWS // GROUP
     SEARCH: tl.constexpr = 128
+    CONFIG: tl.constexpr = AttentionConfig(KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE)
     wait_for_previous(PDL)
     # The last tiles of a chunk see most entries: begin with them, and the short ones fill the gaps at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -534,11 +518,11 @@ def long_chunks_kernel(
     if not (BATCH_INVARIANT or WINDOWED):
         acc, m_i, l_i = _attend_tiles(
             acc, m_i, l_i, tile_queries, limits, None, pool, scales, table, 0, seen_by_all, row_scales, cap,
-            KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, False,
+            CONFIG, False,
         )  # fmt: skip
     acc, m_i, l_i = _attend_tiles(
         acc, m_i, l_i, tile_queries, limits, firsts, pool, scales, table, seen_by_all, end, row_scales, cap,
-        KV_HEADS, CHANNELS, PADDED_CHANNELS, BLOCK_SIZE, TILE, True,
+        CONFIG, True,
     )  # fmt: skip
     result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     out_at = out + ((rows * HEADS + heads) * CHANNELS)[:, None] + channels[None, :]

@@ -21,6 +21,7 @@ from d3engine.kernels.triton.matmul import matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
+    ProductConfig,
     live_rows,
     prologue,
     tile_product,
@@ -158,15 +159,12 @@ def _product_kernel(
     nth = tl.arange(0, BLOCK_N)
     first_gate = tl.program_id(1) * (BLOCK_N // 2)
     outputs = tl.minimum(first_gate + nth // 2, GATES - 1) + (nth % 2) * GATES  # gate, up, gate, up, ...
-    first, count = prologue(
-        weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
+    CONFIG: tl.constexpr = ProductConfig(K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, SCALES_STRIDE, TYPE)
+    first, count = prologue(weight_ptr, weight_stride, outputs, 0, num_rows_ptr, total_rows, CONFIG)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, outputs, CONFIG, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]

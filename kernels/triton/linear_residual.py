@@ -22,6 +22,7 @@ from d3engine.kernels.triton.matmul import add_matmul_steps, matmul_steps
 from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
     NOT_SPECIALIZED,
+    ProductConfig,
     live_rows,
     prologue,
     tile_product,
@@ -128,15 +129,12 @@ def _product_kernel(
 ):
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
-    first, count = prologue(
-        weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
+    CONFIG: tl.constexpr = ProductConfig(K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, SCALES_STRIDE, TYPE)
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, CONFIG)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
-        x_ptr, x_stride, count, None, 0.0,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
+        x_ptr, x_stride, count, None, 0.0, weight_ptr, weight_stride, scales_ptr, valid_outputs, CONFIG, first,
     )  # fmt: skip
     _add(sums, rows, outputs, count, bias_ptr, residual_ptr, residual_stride, N)
 

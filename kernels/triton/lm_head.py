@@ -22,7 +22,13 @@ from d3engine.kernels.triton.candidates import best_launch, best_of, candidate, 
 from d3engine.kernels.triton.launches import ROW_COUNTS, Launch, ModelShape, meta, meta_weight
 from d3engine.kernels.triton.low_rank import maps_launches
 from d3engine.kernels.triton.matmul import matmul
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, hyperbolic_tangent, prologue, tile_product
+from d3engine.kernels.triton.product_kernels import (
+    NOT_SPECIALIZED,
+    ProductConfig,
+    hyperbolic_tangent,
+    prologue,
+    tile_product,
+)
 from d3engine.kernels.triton.product_rows import labelled, product_launches
 from d3engine.kernels.triton.products import Tile, need_unit_stride, product_tile
 from d3engine.kernels.triton.rms_norm import rms_norm
@@ -246,15 +252,12 @@ def _head_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs beyond V repeat the last token's logit, so they are that token.
     tokens = tl.minimum(outputs, V - 1)
-    first, count = prologue(
-        weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
+    CONFIG: tl.constexpr = ProductConfig(K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, SCALES_STRIDE, TYPE)
+    first, count = prologue(weight_ptr, weight_stride, tokens, 0, num_rows_ptr, total_rows, CONFIG)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, tokens,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, tokens, CONFIG, first,
     )  # fmt: skip
     if cap is not None:
         sums = cap * hyperbolic_tangent(sums / cap)

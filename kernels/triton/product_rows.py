@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d3engine.kernels.matrices import Weight
 from d3engine.kernels.triton.launches import Launch, arranged_columns
-from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, prologue, tile_product
+from d3engine.kernels.triton.product_kernels import NOT_SPECIALIZED, ProductConfig, prologue, tile_product
 from d3engine.kernels.triton.products import Tile, parts_of, product_launch
 from d3engine.kernels.triton.rms_norm import arrange_launch, norm_launch, normed_or_not
 
@@ -125,15 +125,13 @@ def _sums_kernel(
     valid_outputs = tl.minimum(outputs, N - 1)
     part = tl.program_id(2)
     column = part * PART_K
-    first, count = prologue(
-        weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
+    CONFIG: tl.constexpr = ProductConfig(K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, SCALES_STRIDE, TYPE)
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, column, num_rows_ptr, total_rows, CONFIG)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first, column, tl.minimum(column + PART_K, K),
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, valid_outputs, CONFIG,
+        first, column, tl.minimum(column + PART_K, K),
     )  # fmt: skip
     pointers = sums_ptr + (part * total_rows + rows).to(tl.int64)[:, None] * WIDTH + (FIRST + outputs)[None, :]
     tl.store(pointers, sums, mask=(rows < count)[:, None] & (outputs < N)[None, :])

@@ -38,6 +38,7 @@ from d3engine.kernels.triton.operations import Step, performed
 from d3engine.kernels.triton.product_kernels import (
     FEW_ROWS,
     NOT_SPECIALIZED,
+    ProductConfig,
     live_rows,
     prologue,
     tile_product,
@@ -451,15 +452,12 @@ def _product_kernel(
     first_output = tl.program_id(1) * BLOCK_N
     outputs = first_output + tl.arange(0, BLOCK_N)
     valid_outputs = tl.minimum(outputs, N - 1)
-    first, count = prologue(
-        weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, K, BLOCK_K, TYPE, PDL
-    )  # fmt: skip
+    CONFIG: tl.constexpr = ProductConfig(K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, SCALES_STRIDE, TYPE)
+    first, count = prologue(weight_ptr, weight_stride, valid_outputs, 0, num_rows_ptr, total_rows, CONFIG)
     if tl.program_id(0) * BLOCK_T >= count:
         return
     rows, sums = tile_product(
-        x_ptr, x_stride, count, norm_ptr, eps,
-        weight_ptr, weight_stride, scales_ptr, SCALES_STRIDE, TYPE, valid_outputs,
-        K, BLOCK_T, BLOCK_N, BLOCK_K, WEIGHTS_FIRST, STAGES, PDL, first,
+        x_ptr, x_stride, count, norm_ptr, eps, weight_ptr, weight_stride, scales_ptr, valid_outputs, CONFIG, first,
     )  # fmt: skip
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
