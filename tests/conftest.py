@@ -120,10 +120,11 @@ def one_thread(threads_before: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def as_loud_as_before() -> Iterator[None]:
     """A command that runs in this process is told how much to say, and says so little to its end."""
-    logger = logging.getLogger("d3engine")
-    before = logger.level
+    loggers = [logging.getLogger(name) for name in ("d3engine", "d3engine.engine.depth")]
+    before = [logger.level for logger in loggers]
     yield
-    logger.setLevel(before)
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
