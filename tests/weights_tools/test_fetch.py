@@ -240,11 +240,14 @@ def test_a_later_piece_that_fails_is_asked_for_again(cache: Path, index: Path, m
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_closed_terminal_ends_a_fetch_as_ctrl_c_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = getattr(signal, name)
-    before = signal.getsignal(number)
+    before = signal.signal(number, signal.SIG_DFL)  # nohup's SIGHUP is ignored, and stays so
     monkeypatch.setattr(fetch, "fetch_model", lambda *_, **__: os.kill(os.getpid(), number))
-    ended = run("fetch", CODER)
-    assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (130, "interrupted")
-    assert signal.getsignal(number) == before
+    try:
+        ended = run("fetch", CODER)
+        assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (130, "interrupted")
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_the_disk_is_asked_for_room_first(cache: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
