@@ -80,7 +80,7 @@ def plan(
 ) -> None:
     """Say whether a model fits on some devices, in bfloat16, int8 and int4, and for how many sequences at once.
 
-    A model whose file is packed (GGUF, AWQ, GPTQ) has a row of its own on one device.
+    A packed file (GGUF, AWQ, GPTQ) has a row as it is, on one device.
 
     Needs no weights and no GPU: a calculation, with an estimate of what a step takes beside weights and KV cache.
     Without --depth it counts with the model's own, from its d3.json; where there is none, with full depth.

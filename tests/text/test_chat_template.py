@@ -381,7 +381,7 @@ class TestLoading:
         assert template.render([USER], tools=TOOLS) == "tools"
 
     def test_tools_template_that_transformers_saves_is_read(self, tmp_path: Path) -> None:
-        """transformers saves a template for tools as a file of its own, in a folder."""
+        """transformers saves a template for tools as a second file, in a folder."""
         saved = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE()))
         saved.chat_template = {"default": "plain", "tool_use": "tools"}
         saved.save_pretrained(tmp_path)
