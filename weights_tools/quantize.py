@@ -63,10 +63,10 @@ def quantize_model(
     """Write the model directory or GGUF file `source`, its matrices quantized by `scheme`, to `destination`.
 
     The LM head, and an embedding tied to it, become `lm_head`, one of LM_HEAD_SCHEMES. Norms, biases and an untied
-    embedding keep the dtype of the file. Configs, tokenizer and chat template are copied, and config.json gets a
-    `quantization_config`. A d3.json is left out, as it was calibrated on the float weights. Raises `ModelFormatError`
-    for what the loader would refuse, `InvalidValueError` for an unknown scheme, one that the head cannot have, a
-    source that is quantized already and a destination in use.
+    embedding keep the dtype of the file, or become float16 where it has them quantized. Configs, tokenizer and chat
+    template are copied, and config.json gets a `quantization_config`. A d3.json is left out, as it was calibrated on
+    the float weights. Raises `ModelFormatError` for what the loader would refuse, `InvalidValueError` for an unknown
+    scheme, one that the head cannot have, a source that is quantized already and a destination in use.
     """
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
@@ -101,7 +101,7 @@ def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: Mod
         entry = checkpoint.entries[name]
         scheme = scheme_of(name, quantized)
         if scheme is None:
-            dtype = dtype_of(entry.dtype)
+            dtype = _float_dtype(entry)
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
             continue
         pending |= _pending_scheme(checkpoint, entry, scheme)
@@ -211,7 +211,7 @@ def _pending_groups(
         if name in (config.tensor_names.embedding, LM_HEAD) and lm_head != "float":
             pending |= _pending_matrix(entry, None, partial(_rows_of, checkpoint, entry))
         elif not is_layer_matrix(name):
-            dtype = dtype_of(entry.dtype) if entry.packed is None else torch.float16
+            dtype = _float_dtype(entry)
             pending[name] = PendingTensor(entry.file, entry.shape, dtype, partial(_read, checkpoint, entry, dtype))
     for index in range(config.num_layers):
         prefix, layer = config.tensor_names.layer(index), cache(partial(quantizer.layer, index))
@@ -256,6 +256,12 @@ def _pending_matrix(
     parts["weight_shape"] = ((2,), torch.int64, lambda: torch.tensor(entry.shape))
     module = entry.name.removesuffix("weight")
     return {module + suffix: PendingTensor(entry.file, *part) for suffix, part in parts.items()}
+
+
+def _float_dtype(entry: TensorEntry) -> torch.dtype:
+    """Of a tensor that stays float: the file's, and float16 where the file has it quantized."""
+    floats = entry.packed is None or entry.packed.name in ("F16", "BF16")
+    return dtype_of(entry.type_name) if floats else torch.float16
 
 
 def _words(numbers: Tensor) -> Tensor:
