@@ -294,6 +294,19 @@ class TestMalformedMessages:
         with pytest.raises(InvalidValueError, match=re.escape(f"{field} must be ")):
             ChatTemplate("").render(messages)
 
+    def test_a_role_that_the_template_does_not_name_is_refused(self) -> None:
+        """A template that writes any role's name would show the model one that it has never seen."""
+        wizard = [USER, {"role": "wizard", "content": "Abra"}]
+        with pytest.raises(InvalidValueError, match=re.escape("messages[1].role must be 'system' or 'user' or")):
+            render(ZEPHYR, wizard)
+        assert "<|wizard|>\nAbra" in render(ZEPHYR + "{# 'wizard' #}", wizard)
+
+    def test_a_developer_is_the_system_of_templates_without_one(self) -> None:
+        chat = [{"role": "developer", "content": "Be brief."}]
+        assert render(ZEPHYR, chat).startswith("<|system|>\nBe brief.")
+        assert render(ZEPHYR + "{# 'developer' #}", chat).startswith("<|developer|>\nBe brief.")
+        assert chat[0]["role"] == "developer"
+
     def test_objects_with_methods_never_reach_a_template(self) -> None:
         with pytest.raises(InvalidValueError, match=r"helper must be "):
             render("{{ helper }}", helper=Path("x"))
