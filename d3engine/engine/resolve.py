@@ -40,12 +40,13 @@ from d3engine.model.checkpoint import FLOAT_DTYPES, dtype_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
+from d3engine.model.gguf_file import is_gguf
 from d3engine.model.quantization_config import FP8_GROUPS
 from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.request.admission import Immediate
 from d3engine.utils.environment import NATIVE_ISA
-from d3engine.utils.files import is_writable
+from d3engine.utils.files import is_there, is_writable
 
 BATCH_INVARIANT = "batch_invariant"
 
@@ -394,9 +395,13 @@ def _check_admission(admission: object) -> None:
 
 
 def _check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
-    """Refuse a tokenizer that is no directory, or that would not be used."""
-    require(
-        tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"
-    )
-    contradicts = tokenizer is not None and skip_tokenizer_init
-    require(not contradicts, "tokenizer", tokenizer, "None beside skip_tokenizer_init=True")
+    """Refuse what holds no tokenizer, and one that would not be used."""
+    if tokenizer is None:
+        return
+    allowed = "a directory with tokenizer.json or tokenizer.model, a GGUF file, or None"
+    require(isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, allowed)
+    assert isinstance(tokenizer, str | os.PathLike)
+    path = Path(tokenizer)
+    has_files = any(is_there(path / name) for name in ("tokenizer.json", "tokenizer.model"))
+    require(str(tokenizer) != "" and (has_files or is_gguf(path)), "tokenizer", str(tokenizer), allowed)
+    require(not skip_tokenizer_init, "tokenizer", str(tokenizer), "None beside skip_tokenizer_init=True")

@@ -74,6 +74,15 @@ def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(make_engine: Make
         make_engine(**{field: value})
 
 
+def test_tokenizer_that_is_no_directory_with_one_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """For a file, a missing path or a directory without one the error names field, value and what is allowed."""
+    for value in (DEMO / "tokenizer.json", tmp_path / "missing", tmp_path, "", "owner/name"):
+        with pytest.raises(InvalidValueError) as caught:
+            make_engine(tokenizer=value)
+        assert (caught.value.field, caught.value.value) == ("tokenizer", str(value))
+        assert "a directory with tokenizer.json or tokenizer.model, a GGUF file" in caught.value.allowed
+
+
 def test_ready_weights_of_another_dtype_are_refused(directory: Path) -> None:
     config = ModelConfig.from_directory(directory)
     narrow = random_weights(config, dtype=torch.bfloat16, device="cpu", seed=0)
