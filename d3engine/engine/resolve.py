@@ -25,7 +25,7 @@ from d3engine.engine.device import (
 )
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.executors import executor_for
-from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype, tell_weights
+from d3engine.engine.memory import MOST_LENGTH, check_memory, check_weights, fitting_length, resolve_kv_cache_dtype
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
@@ -333,14 +333,14 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     if settings.activations == "fp8":
         check_fp8_rows(settings, is_random=given.weights is not None)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
+    if given.weights is None:
+        check_weights(of_rank, part or shard_of(config, 0, 1))
     if given.max_model_len is None:
         draft = _drafting(settings) if there.type == "cuda" else None
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1), draft)
         settings, of_rank = (replace(one, max_model_len=min(fits, one.max_model_len)) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
-    if there.type == "cpu" and given.weights is None:
-        tell_weights(of_rank, part or shard_of(config, 0, 1))
     return settings
 
 
