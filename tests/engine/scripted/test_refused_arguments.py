@@ -55,6 +55,8 @@ def test_engine_argument_is_refused_by_name_and_value(
 def test_a_directory_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(InvalidValueError, match=r"model must be .*a directory.*; got 'nowhere at all'"):
         Engine("nowhere at all")
+    with pytest.raises(InvalidValueError, match=r"model must be .*a directory.*; got 'A prompt"):
+        Engine("A prompt that is longer than any name. " * 10)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(make_engine: Make
 
 def test_tokenizer_that_is_no_directory_with_one_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
     """For a file, a missing path or a directory without one the error names field, value and what is allowed."""
-    for value in (DEMO / "tokenizer.json", tmp_path / "missing", tmp_path, "", "owner/name"):
+    for value in (DEMO / "tokenizer.json", tmp_path / "missing", tmp_path, "", "owner/name", "long" * 100):
         with pytest.raises(InvalidValueError) as caught:
             make_engine(tokenizer=value)
         assert (caught.value.field, caught.value.value) == ("tokenizer", str(value))
