@@ -72,15 +72,21 @@ LEAST_LENGTH, MOST_LENGTH = 2048, 2**20
 has its entries in tables."""
 
 
+def check_cache_bytes(settings: EngineSettings) -> None:
+    """Refuse a size of the KV cache that is too small for a block of each layer, or that there is no memory for."""
+    given = settings.kv_cache_memory_bytes
+    if given is None:
+        return
+    require_integer("kv_cache_memory_bytes", given, settings.block_bytes * settings.config.num_layers)
+    there = machine_bytes() if settings.device.type == "cpu" else torch.cuda.mem_get_info(settings.device)[1]
+    allowed = f"at most the memory that is there, {there} bytes"
+    require(there is None or given <= there, "kv_cache_memory_bytes", given, allowed)
+
+
 def check_memory(settings: EngineSettings) -> None:
-    """Refuse, before anything is allocated, a KV cache or a length that the machine has no memory for."""
-    is_cpu, given = settings.device.type == "cpu", settings.kv_cache_memory_bytes
-    if given is not None:
-        require_integer("kv_cache_memory_bytes", given, settings.block_bytes * settings.config.num_layers)
-        there = machine_bytes() if is_cpu else torch.cuda.mem_get_info(settings.device)[1]
-        allowed = f"at most the memory that is there, {there} bytes"
-        require(there is None or given <= there, "kv_cache_memory_bytes", given, allowed)
-    blocks = settings.sequence_blocks if is_cpu and given is None else 0
+    """Refuse, before anything is allocated, a length that the machine has no memory for."""
+    is_cpu = settings.device.type == "cpu"
+    blocks = settings.sequence_blocks if is_cpu and settings.kv_cache_memory_bytes is None else 0
     check_length(settings, sequence_bytes=blocks * settings.block_bytes)
 
 

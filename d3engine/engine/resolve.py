@@ -25,7 +25,14 @@ from d3engine.engine.device import (
 )
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.executors import executor_for
-from d3engine.engine.memory import MOST_LENGTH, check_memory, check_weights, fitting_length, resolve_kv_cache_dtype
+from d3engine.engine.memory import (
+    MOST_LENGTH,
+    check_cache_bytes,
+    check_memory,
+    check_weights,
+    fitting_length,
+    resolve_kv_cache_dtype,
+)
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
@@ -335,6 +342,7 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
     if given.weights is None:
         check_weights(of_rank, part or shard_of(config, 0, 1))
+    check_cache_bytes(of_rank)
     if given.max_model_len is None:
         draft = _drafting(settings) if there.type == "cuda" else None
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1), draft)

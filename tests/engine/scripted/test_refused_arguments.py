@@ -32,7 +32,7 @@ class TooShort(DepthPolicy):
         ("block_size", [0, 1025, "16", False], "an integer from 1 to 1024"),
         ("seed", [-1, 2**63, 0.5, None], "an integer from 0 to"),
         ("max_model_len", [1, 0, 65, 10.0, "64"], "an integer from 2 to 64"),
-        ("kv_cache_memory_bytes", [0, -1, 1.5, LAYERS * 16 * 2 * 16 * 4 - 1], "an integer of at least 8192"),
+        ("kv_cache_memory_bytes", [0, -1, 1.5, "1GiB", LAYERS * 16 * 2 * 16 * 4 - 1], "an integer of at least 8192"),
         ("dtype", ["float16", "int8", "bf16", torch.int32, 7], "one of auto, float32, bfloat16 on cpu"),
         ("device", ["tpu", "meta", "gpu"], '"auto", "cpu", "cuda" or "cuda:N"'),
         ("depth", ["d3", 0.9, None, D3], "a DepthPolicy"),
