@@ -265,8 +265,9 @@ class ChatPrompts:
         return self._given
 
     def _read(self, source: object) -> ChatTemplate:
-        if not isinstance(source, str):
-            raise InvalidValueError("chat_template", source, "the text of a Jinja template, or None")
+        if not (isinstance(source, str) and "{" in source):
+            allowed = "the text of a Jinja template, not a file's name, or None"
+            raise InvalidValueError("chat_template", source, allowed)
         try:
             return ChatTemplate(source, special_tokens=self._special_tokens)
         except ModelFormatError as error:
@@ -275,7 +276,8 @@ class ChatPrompts:
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """A list of conversations, or a single one as a list."""
-    require(len(messages) > 0, "messages", messages, "at least one message")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    require(is_list and len(messages) > 0, "messages", messages, "a list of at least one message, or of conversations")
     return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 
