@@ -33,6 +33,7 @@ from d3engine.errors import (
     InvalidValueError,
     MissingExtraError,
     require,
+    require_number,
 )
 from d3engine.request.engine_request import EngineRequest
 from d3engine.request.params import SamplingParams
@@ -147,6 +148,8 @@ class AsyncEngine(EngineProperties):
 
         A short one is read here and now: to have a thread do it takes longer.
         """
+        is_known = params is None or isinstance(params, SamplingParams)
+        require(is_known, "sampling_params", params, "SamplingParams, or None")
         read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
         if lora_request is not None and not self._front.adapters.is_loaded(lora_request):
             return await self._in_pool("adapter", read)
@@ -308,8 +311,11 @@ class AsyncEngine(EngineProperties):
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have been read to their end or left.
 
-        Returns whether that was so within `timeout` seconds; those that go on then go on, until `close`.
+        Returns whether that was so within `timeout` seconds; those that go on then go on, until `close`. Raises
+        `InvalidValueError` for a timeout that is no finite number of at least 0.
         """
+        if timeout is not None:
+            require_number("timeout", timeout, 0, threading.TIMEOUT_MAX)
         notifier = self._notifier()
         slot = self._dispatcher.drain(notifier)
         with suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -171,7 +172,7 @@ def _timeouts(given: Iterable[str]) -> Options:
 def own_name(model: str) -> str:
     """What clients call a model: a directory by its last name, anything else as it was given."""
     path = Path(model)
-    return path.resolve().name if path.exists() else model
+    return path.resolve().name if os.path.exists(path) else model
 
 
 def _keys_of_file(file: Path | None) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from d3engine.engine.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.model.source import COMPANIONS, CONFIG_FILE
+from d3engine.model.source import ADAPTER_FILE, COMPANIONS, CONFIG_FILE
 from d3engine.utils.files import DATA_BYTES, free_bytes
 from d3engine.utils.progress import hides_bars
 
@@ -84,11 +84,11 @@ def _snapshot(wanted: Repository) -> Path:
         found = api.model_info(wanted.id, revision=wanted.revision, timeout=seconds, files_metadata=True)
     except Exception as error:  # its own errors, and those of an HTTP library, which is another one by its version
         return _downloaded_before(wanted, error)
-    sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    parts = _gguf_parts(wanted, sizes, "of this repository", is_whole=True)
-    sizes = {file: size for file, size in sizes.items() if (file in parts if parts else _is_wanted(file))}
+    files = {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    parts = _gguf_parts(wanted, files, "of this repository", is_whole=True)
+    sizes = {file: size for file, size in files.items() if (file in parts if parts else _is_wanted(file))}
     if not parts:
-        _check_files(wanted, sizes)
+        _check_files(wanted, sizes, is_adapter=ADAPTER_FILE in files)
     missing = _missing_bytes(wanted, found.sha, sizes)
     _check_space(wanted, missing)
     try:
@@ -195,11 +195,18 @@ def _is_weights(file: str) -> bool:
     return _is_wanted(file) and file.endswith(".safetensors")
 
 
-def _check_files(wanted: Repository, sizes: Mapping[str, int]) -> None:
+def _check_files(wanted: Repository, sizes: Mapping[str, int], *, is_adapter: bool) -> None:
     """Refuse what is no model of ours, or too large to be read, before any of it is fetched."""
+    has_weights = any(map(_is_weights, sizes))
+    if is_adapter and not (CONFIG_FILE in sizes and has_weights):
+        raise ModelFormatError(
+            f"{wanted.called} is an adapter, no model: name its base model, and the adapter, downloaded, by "
+            "`d3engine serve --lora-modules NAME=DIRECTORY`, `--lora DIRECTORY` of other commands, or lora_request in "
+            "Python"
+        )
     if CONFIG_FILE not in sizes:
         raise ModelFormatError(f"{wanted.called} has no {CONFIG_FILE} in its repository")
-    if not any(map(_is_weights, sizes)):
+    if not has_weights:
         raise ModelFormatError(
             f"{wanted.called} has no model.safetensors in its repository, nor shards of it, and other weights are "
             "never fetched: download them yourself, and convert them with d3engine weights convert"

@@ -14,11 +14,14 @@ from d3engine.depth.statistics import kv_saved
 from d3engine.engine.host import GIB, check_length, machine_bytes, table_bytes
 from d3engine.engine.settings import EngineSettings
 from d3engine.errors import InvalidValueError, require, require_integer
+from d3engine.kernels.blocks import BLOCK_TYPES
+from d3engine.kernels.interleaved import LANES
 from d3engine.kernels.kv_pool import FP8, FP8_CAPABILITY, block_bytes
 from d3engine.kernels.split_blocks import SPLIT_TYPES
 from d3engine.kernels.target import target_of
-from d3engine.model.checkpoint import SCALES, VALUES
+from d3engine.model.checkpoint import SCALES, VALUES, dtype_of
 from d3engine.model.config import ModelConfig
+from d3engine.model.expected_tensors import expected_tensors, held_dtype
 from d3engine.model.shard import Part, shard_of, shard_shapes
 from d3engine.model.source import ModelFiles, files_of
 
@@ -69,15 +72,21 @@ LEAST_LENGTH, MOST_LENGTH = 2048, 2**20
 has its entries in tables."""
 
 
+def check_cache_bytes(settings: EngineSettings) -> None:
+    """Refuse a size of the KV cache that is too small for a block of each layer, or that there is no memory for."""
+    given = settings.kv_cache_memory_bytes
+    if given is None:
+        return
+    require_integer("kv_cache_memory_bytes", given, settings.block_bytes * settings.config.num_layers)
+    there = machine_bytes() if settings.device.type == "cpu" else torch.cuda.mem_get_info(settings.device)[1]
+    allowed = f"at most the memory that is there, {there} bytes"
+    require(there is None or given <= there, "kv_cache_memory_bytes", given, allowed)
+
+
 def check_memory(settings: EngineSettings) -> None:
-    """Refuse, before anything is allocated, a KV cache or a length that the machine has no memory for."""
-    is_cpu, given = settings.device.type == "cpu", settings.kv_cache_memory_bytes
-    if given is not None:
-        require_integer("kv_cache_memory_bytes", given, settings.block_bytes * settings.config.num_layers)
-        there = machine_bytes() if is_cpu else torch.cuda.mem_get_info(settings.device)[1]
-        allowed = f"at most the memory that is there, {there} bytes"
-        require(there is None or given <= there, "kv_cache_memory_bytes", given, allowed)
-    blocks = settings.sequence_blocks if is_cpu and given is None else 0
+    """Refuse, before anything is allocated, a length that the machine has no memory for."""
+    is_cpu = settings.device.type == "cpu"
+    blocks = settings.sequence_blocks if is_cpu and settings.kv_cache_memory_bytes is None else 0
     check_length(settings, sequence_bytes=blocks * settings.block_bytes)
 
 
@@ -108,17 +117,48 @@ def fitting_length(settings: EngineSettings, part: Part, draft: EngineSettings |
     return max(LEAST_LENGTH, min(length, MOST_LENGTH))
 
 
-def tell_weights(settings: EngineSettings, part: Part) -> None:
-    """Warn of weights that are larger than the memory: the system may end the process without a word."""
-    # No refusal: what is used as it is stored stays in the mapped file, which needs no memory, only patience.
-    weights, there = _held_bytes(settings, part), machine_bytes()
-    if there is not None and weights > there:
-        _log.warning(
-            "the weights take %.1f GiB, and this machine or its container has %.1f GiB: take a smaller form of them, "
-            "such as a GGUF file of fewer bits",
-            weights / GIB,
-            there / GIB,
-        )
+def check_weights(settings: EngineSettings, part: Part) -> None:
+    """Refuse the weights of a rank for which there is no memory at all, before any are read.
+
+    On a CPU warn of those that are larger than the memory only with what stays in mapped files: that needs no memory,
+    only patience.
+    """
+    weights, is_cpu = _held_bytes(settings, part), settings.device.type == "cpu"
+    there = machine_bytes() if is_cpu else torch.cuda.mem_get_info(settings.device)[1]
+    if there is None or weights <= there:
+        return
+    copied = _copied_bytes(settings) if is_cpu else weights
+    where = "this machine or its container" if is_cpu else "this GPU"
+    advice = "a smaller form of it, such as a GGUF file of fewer bits or d3engine weights quantize --scheme int4"
+    if settings.keeps_blocks and settings.activations == "int8":
+        advice += ', or activations="float32", which reads the matrices in the mapped file'
+    room = f"and {where} has {there / GIB:.1f} GiB"
+    allowed = f"one whose weights fit: they take {copied / GIB:.1f} GiB of memory, {room} (take {advice})"
+    require(copied <= there, "model", str(settings.model), allowed)
+    _log.warning("the weights take %.1f GiB, %s: take %s", weights / GIB, room, advice)
+
+
+def _copied_bytes(settings: EngineSettings) -> int:
+    """Bytes of a rank's weights that are in memory on a CPU, at least: not in a mapped file as they are stored."""
+    config = settings.config
+    names = config.tensor_names
+    stacked = [f".self_attn.{module}." for module in names.qkv]
+    stacked += [f".{module}." for module in names.gate_up if len(names.gate_up) > 1]
+    table = None if config.tie_word_embeddings else names.embedding
+    found = 0.0
+    with files_of(settings.directory).open_checkpoint() as checkpoint:
+        entries = [checkpoint.entries[name] for name in expected_tensors(config) if name in checkpoint.entries]
+    for entry in entries:
+        if settings.keeps_blocks and entry.type_name in BLOCK_TYPES:
+            is_interleaved = settings.activations == "int8" and entry.shape[0] % (2 * LANES) == 0
+            found += entry.nbytes if is_interleaved and entry.name != table else 0
+            continue
+        held = held_dtype(entry, settings.weight_dtype)
+        is_stored = entry.packed is None and dtype_of(entry.dtype) == held
+        if not is_stored or any(module in entry.name for module in stacked):
+            found += entry.num_values * held.itemsize
+    smallest = 0.75 if settings.weight_compression == "bf12" else 1
+    return int(found * smallest) // settings.tensor_parallel_size
 
 
 def _held_bytes(settings: EngineSettings, part: Part) -> int:

@@ -3,6 +3,7 @@ first that knows a name says where its files are."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -123,10 +124,14 @@ def model_directory(model: Name, advice: str = "") -> Path:
     *kinds, last = (kind.in_words for kind in KINDS)
     allowed = f"{', '.join(kinds)} or {last}{advice}"
     require(isinstance(model, str | os.PathLike), "model", model, allowed)
-    for kind in KINDS:
-        found = kind.directory(model)
-        if found is not None:
-            return found
+    try:
+        for kind in KINDS:
+            found = kind.directory(model)
+            if found is not None:
+                return found
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of a prompt in the place of the model
+            raise
     raise InvalidValueError("model", str(model), allowed)
 
 

@@ -221,7 +221,7 @@ def params_of_each(count: int, given: SamplingParams | AnySequence[SamplingParam
     if isinstance(given, SamplingParams):
         return [given] * count
     require(isinstance(given, AnySequence), "sampling_params", given, "SamplingParams, or a list of them")
-    require(len(given) == count, "sampling_params", f"{len(given)} of them", f"one, or {count}")
+    require(len(given) == count, "sampling_params", f"{len(given)} of them", f"one, or {count}: one for each prompt")
     for params in given:
         require(isinstance(params, SamplingParams), "sampling_params", params, "SamplingParams")
     return list(given)
@@ -246,5 +246,5 @@ def adapters_of_each(count: int, given: object) -> list[object]:
     """The `lora_request` of each of `count` prompts: one for all, or a list with one, or None, for each."""
     if not isinstance(given, list | tuple):
         return [given] * count
-    require(len(given) == count, "lora_request", f"{len(given)} of them", f"one, or {count}")
+    require(len(given) == count, "lora_request", f"{len(given)} of them", f"one, or {count}: one for each prompt")
     return list(given)

@@ -25,7 +25,14 @@ from d3engine.engine.device import (
 )
 from d3engine.engine.engine_config import EngineConfig
 from d3engine.engine.executors import executor_for
-from d3engine.engine.memory import MOST_LENGTH, check_memory, fitting_length, resolve_kv_cache_dtype, tell_weights
+from d3engine.engine.memory import (
+    MOST_LENGTH,
+    check_cache_bytes,
+    check_memory,
+    check_weights,
+    fitting_length,
+    resolve_kv_cache_dtype,
+)
 from d3engine.engine.model_directory import holds_eagle3, model_directory, resolve_max_model_len
 from d3engine.engine.prefix_file import is_foreign
 from d3engine.engine.ranks import is_under_torchrun, own_index, rank_device
@@ -40,12 +47,13 @@ from d3engine.model.checkpoint import FLOAT_DTYPES, dtype_of
 from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import float_matrices
 from d3engine.model.gguf_file import TENSOR_TYPES as GGUF_TYPES
+from d3engine.model.gguf_file import is_gguf
 from d3engine.model.quantization_config import FP8_GROUPS
 from d3engine.model.shard import ARGUMENT, Part, shard_of
 from d3engine.model.source import files_of, open_checkpoint
 from d3engine.request.admission import Immediate
 from d3engine.utils.environment import NATIVE_ISA
-from d3engine.utils.files import is_writable
+from d3engine.utils.files import is_there, is_writable
 
 BATCH_INVARIANT = "batch_invariant"
 
@@ -332,14 +340,15 @@ def resolve_settings(given: EngineConfig) -> EngineSettings:
     if settings.activations == "fp8":
         check_fp8_rows(settings, is_random=given.weights is not None)
     of_rank = settings if part is None else settings.of_part(part, rank_device(there, own_index()))
+    if given.weights is None:
+        check_weights(of_rank, part or shard_of(config, 0, 1))
+    check_cache_bytes(of_rank)
     if given.max_model_len is None:
         draft = _drafting(settings) if there.type == "cuda" else None
         fits = fitting_length(of_rank, part or shard_of(config, 0, 1), draft)
         settings, of_rank = (replace(one, max_model_len=min(fits, one.max_model_len)) for one in (settings, of_rank))
         _tell_length(settings)
     check_memory(of_rank)
-    if there.type == "cpu" and given.weights is None:
-        tell_weights(of_rank, part or shard_of(config, 0, 1))
     return settings
 
 
@@ -394,9 +403,13 @@ def _check_admission(admission: object) -> None:
 
 
 def _check_tokenizer(tokenizer: object, skip_tokenizer_init: bool) -> None:
-    """Refuse a tokenizer that is no directory, or that would not be used."""
-    require(
-        tokenizer is None or isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, "a directory, or None"
-    )
-    contradicts = tokenizer is not None and skip_tokenizer_init
-    require(not contradicts, "tokenizer", tokenizer, "None beside skip_tokenizer_init=True")
+    """Refuse what holds no tokenizer, and one that would not be used."""
+    if tokenizer is None:
+        return
+    allowed = "a directory with tokenizer.json or tokenizer.model, a GGUF file, or None"
+    require(isinstance(tokenizer, str | os.PathLike), "tokenizer", tokenizer, allowed)
+    assert isinstance(tokenizer, str | os.PathLike)
+    path = Path(tokenizer)
+    has_files = any(is_there(path / name) for name in ("tokenizer.json", "tokenizer.model"))
+    require(str(tokenizer) != "" and (has_files or is_gguf(path)), "tokenizer", str(tokenizer), allowed)
+    require(not skip_tokenizer_init, "tokenizer", str(tokenizer), "None beside skip_tokenizer_init=True")

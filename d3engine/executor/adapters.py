@@ -110,7 +110,7 @@ class AdapterStore:
             with self._reading:
                 adapter = self._known(name, path, number)  # another thread may have read it meanwhile
                 if adapter is None:
-                    place = asked if path is None and isinstance(asked, str) and Path(asked).is_dir() else path
+                    place = name if path is None and os.path.isdir(name) else path
                     adapter = self._brought(name, place, number)
         return adapter
 
@@ -178,17 +178,18 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 def _read_request(asked: object) -> tuple[str, int | None, str | None]:
     """Name, number and path of a `lora_request`."""
-    if isinstance(asked, str):
-        require_name("lora_request", asked)
-        return asked, None, None
+    if isinstance(asked, str | os.PathLike):
+        name = os.fspath(asked)
+        require_name("lora_request", name)
+        return name, None, None
     allowed = "None, the name of an adapter, a path, or LoRARequest(lora_name, lora_int_id, lora_path)"
     get: Callable[..., Any] = asked.get if isinstance(asked, Mapping) else partial(getattr, asked)
     name, number, path = get("lora_name", None), get("lora_int_id", None), get("lora_path", "")
-    require(isinstance(name, str) and isinstance(path, str | None), "lora_request", asked, allowed)
+    require(isinstance(name, str) and isinstance(path, str | os.PathLike | None), "lora_request", asked, allowed)
     require_name("lora_name", name)
     if number is not None:
         require_integer("lora_int_id", number, 1)
-    return str(name), number, path
+    return str(name), number, None if path is None else os.fspath(path)
 
 
 def adapters_of(sequences: Sequence[EngineSequence]) -> list[Adapter | None] | None:

@@ -27,9 +27,10 @@ from d3engine.model.config import ModelConfig
 from d3engine.model.expected_tensors import rows_of
 from d3engine.model.family import Multipliers
 from d3engine.model.fields import Fields, read_json_object
+from d3engine.model.source import ADAPTER_FILE
 from d3engine.utils.files import is_there
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _DOWN, _UP, _BASE = ".lora_A.weight", ".lora_B.weight", ".base_layer.weight"
@@ -255,7 +256,7 @@ def largest_rank(directory: Path) -> int:
 
 
 def _config(directory: Path) -> Fields:
-    return Fields(read_json_object(directory / CONFIG_FILE), str(directory / CONFIG_FILE))
+    return Fields(read_json_object(directory / ADAPTER_FILE), str(directory / ADAPTER_FILE))
 
 
 def _check_fields(fields: Fields) -> None:
@@ -343,7 +344,7 @@ def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Tensor
         )
     if entry.shape != shape:
         raise ModelFormatError(
-            f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}; model and {CONFIG_FILE} ask for"
+            f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}; model and {ADAPTER_FILE} ask for"
             f" {list(shape)}"
         )
     values = checkpoint.read(entry.name).float()

@@ -19,6 +19,7 @@ from d3engine.errors import ModelFormatError
 from d3engine.kernels.quantized import GROUP
 from d3engine.model.fields import of_a_model, read_json_object
 from d3engine.model.quantization_config import SCHEMES
+from d3engine.model.source import instead_of_a_model
 from d3engine.utils.files import as_json, is_there, open_regular, path_of
 
 SINGLE_FILE = "model.safetensors"
@@ -252,6 +253,8 @@ def _is_plain_name(shard: str) -> bool:
 def _no_weights(directory: Path) -> ModelFormatError:
     """The error for a directory without safetensors; it names the converter for other weights there."""
     found = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if adapter := instead_of_a_model(directory):
+        return ModelFormatError(f"{found}{adapter}")
     if any(directory.glob("consolidated*.pth")):
         return ModelFormatError(f"{found}; convert its .pth files: d3engine weights convert meta {directory} DST")
     if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):

@@ -16,7 +16,7 @@ from d3engine.model.family_fields import no_windows, sliding_window
 from d3engine.model.fields import Fields
 from d3engine.model.quantization_config import DEFAULT_HEAD_SCHEME, read_quantization
 from d3engine.model.rope_config import PARTIAL, RopeConfig, read_rope_config
-from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of
+from d3engine.model.source import CONFIG_FILE, GENERATION_CONFIG_FILE, ModelSource, files_of, instead_of_a_model
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -107,7 +107,8 @@ class ModelConfig:
         """
         files = files_of(path)
         if not files.has(CONFIG_FILE):
-            raise ModelFormatError(f"there is no model in {files.path}: {CONFIG_FILE} is missing")
+            why = instead_of_a_model(files.path) or f": {CONFIG_FILE} is missing"
+            raise ModelFormatError(f"there is no model in {files.path}{why}")
         generation = files.read_json_object(GENERATION_CONFIG_FILE) if files.has(GENERATION_CONFIG_FILE) else None
         config = cls.from_dict(files.read_json_object(CONFIG_FILE), generation)
         return config if config.quantization else replace(config, quantization=files.scheme_of_others())

@@ -137,7 +137,7 @@ def _shortened(tensor: GGUFTensor) -> ModelFormatError:
 
 def is_gguf(path: Path) -> bool:
     """Whether a regular file has a GGUF file's suffix or magic; `open_gguf` checks the contents."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # which raises for no name, however long
         return False
     if path.suffix.lower() == ".gguf":
         return True

@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # torch waits until weights are asked for
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""Of PEFT: what an adapter changes in its base model."""
 POOLING_FILE = "1_Pooling/config.json"
 """Of sentence-transformers: how a model's states become an embedding."""
 POOLING_MODES = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token"}
@@ -128,6 +130,19 @@ def files_of(model: ModelSource) -> ModelFiles:
     if path.is_file():
         return GGUFFiles(open_gguf(path))
     raise ModelFormatError(f"{path} is neither a directory with config.json and weights nor a GGUF file")
+
+
+def instead_of_a_model(directory: Path) -> str:
+    """What an error adds of a directory with an adapter in place of a model; "" for all others.
+
+    Raises `ModelFormatError` as `read_json_object`.
+    """
+    if not is_there(directory / ADAPTER_FILE):
+        return ""
+    base = read_json_object(directory / ADAPTER_FILE).get("base_model_name_or_path")
+    named = f"{base!r:.200}" if isinstance(base, str) and base else "another model"
+    how = f"`d3engine serve --lora-modules NAME={directory}`, `--lora {directory}` of other commands, or lora_request"
+    return f", but an adapter of {named} ({ADAPTER_FILE}): name that as the model, and the adapter by {how} in Python"
 
 
 def open_checkpoint(model: ModelSource) -> AbstractContextManager[Checkpoint]:

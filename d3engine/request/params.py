@@ -4,6 +4,7 @@ checked here, when it is written down."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -538,10 +539,10 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int | None = None
-    lora_path: str = ""
+    lora_path: str | os.PathLike[str] = ""
 
     def __post_init__(self) -> None:
         require_name("lora_name", self.lora_name)
         if self.lora_int_id is not None:
             require_integer("lora_int_id", self.lora_int_id, 1)
-        require(isinstance(self.lora_path, str), "lora_path", self.lora_path, "a directory")
+        require(isinstance(self.lora_path, str | os.PathLike), "lora_path", self.lora_path, "a directory")

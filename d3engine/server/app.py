@@ -93,7 +93,7 @@ def guards(
         *stack,
         Middleware(ErrorAnswers),
         Middleware(AccessGuard, settings.api_keys, settings.metrics_keys, open_paths, hosts_of(settings)),
-        Middleware(DeadlineGuard, request_timeout=settings.request_timeout, write_timeout=settings.write_timeout),
+        Middleware(DeadlineGuard, traffic, settings.request_timeout, settings.write_timeout),
         Middleware(TrafficGuard, traffic=traffic),
         Middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, paths=body_paths),
     ]

@@ -22,7 +22,7 @@ from d3engine.server.middleware.limits import AdmissionControl
 from d3engine.server.middleware.settings import GuardSettings
 
 CUT_SECONDS = 1
-"""For requests that a drain has cut off to end."""
+"""For requests that a drain has cut off to send their error."""
 BACKLOG = 2048
 
 
@@ -122,5 +122,6 @@ class GuardedServer(uvicorn.Server):
         """Called ten times a second; true when the server is to end."""
         if self._until is not None and (not self._traffic.taken or time.monotonic() >= self._until):
             self.num_cut = self._traffic.taken
+            self._traffic.cut()
             self.should_exit = True
         return await super().on_tick(counter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,14 @@ _JOB = "d3engine.text.template_sandbox:answer"
 
 # Follows the text of a message to be continued; letters only, which no filter escapes.
 _END_MARK = "endOfTheMessageThatD3engineContinues"
+
+ROLES = ("system", "user", "assistant", "tool")
+"""What many templates write by any role's name, known to the model or not."""
+
+DEVELOPER = "developer"
+"""OpenAI's newer word for "system", whose messages most templates would leave out without a word."""
+
+_WORD = re.compile(r"['\"]([\w.-]+)['\"]")
 
 
 class ChatTemplateError(InvalidValueError):
@@ -114,14 +123,15 @@ class ChatTemplate:
         `variables` are passed to the template and override the special tokens. A content given as text parts stays a
         list for a template that iterates over parts, and is joined by line feeds for every other. `reasoning_content`,
         `reasoning` and `thinking` are one field of a message, under the name that the template reads. Keys with the
-        value None are left out. Raises `InvalidValueError` naming a malformed field, `ChatTemplateError` when the
+        value None are left out. A role must be one of `ROLES` or quoted in the template; that of a developer is the
+        system's where it is not. Raises `InvalidValueError` naming a malformed field, `ChatTemplateError` when the
         template refuses, fails or exceeds its limits, and `LimitedProcessError`.
         """
         if tools is not None and self._for_tools is not None:
             return self._for_tools.render(
                 messages, add_generation_prompt, continue_final_message, tools=tools, documents=documents, **variables
             )
-        checked = check_messages(messages, self._form)
+        checked = self._with_known_roles(check_messages(messages, self._form))
         if continue_final_message:
             _require_continuable(checked, add_generation_prompt)
             _mark_end(checked[-1])
@@ -137,6 +147,18 @@ class ChatTemplate:
             messages,
         )
         return _before_end_mark(text, messages) if continue_final_message else text
+
+    def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if all(message["role"] in ROLES for message in messages):
+            return messages
+        named = frozenset(_WORD.findall(self.source))
+        allowed = " or ".join(map(repr, (*ROLES, DEVELOPER))) + ", or a role that the chat template names"
+        for place, message in enumerate(messages):
+            role = message["role"]
+            require(role in named or role in (*ROLES, DEVELOPER), f"messages[{place}].role", role, allowed)
+            if role == DEVELOPER and role not in named:
+                message["role"] = "system"
+        return messages
 
     def _write(self, variables: dict[str, Any], messages: object) -> str:
         try:
@@ -243,8 +265,9 @@ class ChatPrompts:
         return self._given
 
     def _read(self, source: object) -> ChatTemplate:
-        if not isinstance(source, str):
-            raise InvalidValueError("chat_template", source, "the text of a Jinja template, or None")
+        if not (isinstance(source, str) and "{" in source):
+            allowed = "the text of a Jinja template, not a file's name, or None"
+            raise InvalidValueError("chat_template", source, allowed)
         try:
             return ChatTemplate(source, special_tokens=self._special_tokens)
         except ModelFormatError as error:
@@ -253,7 +276,8 @@ class ChatPrompts:
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """A list of conversations, or a single one as a list."""
-    require(len(messages) > 0, "messages", messages, "at least one message")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    require(is_list and len(messages) > 0, "messages", messages, "a list of at least one message, or of conversations")
     return cast(list[Messages], [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 

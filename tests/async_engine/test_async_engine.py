@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import signal
 import threading
 import time
@@ -118,6 +119,18 @@ async def test_a_mistake_of_one_caller_is_raised_to_him_alone(
     with pytest.raises(InvalidValueError, match="request_id must be an id of no unfinished request"):
         await taken
     assert (await last_of(first)).outputs == answer_of(make_engine(), PROMPT)
+
+
+@on_a_loop
+async def test_what_is_no_sampling_params_or_timeout_is_refused(make_async: Make) -> None:
+    engine = make_async()
+    for params in ({"max_tokens": 3}, 5, [greedy()]):
+        with pytest.raises(InvalidValueError, match="sampling_params must be SamplingParams"):
+            await anext(engine.generate(PROMPT, params))
+    for timeout in ("5", -1, math.nan):
+        with pytest.raises(InvalidValueError, match="timeout must be a finite number"):
+            await engine.drain(timeout)
+    assert (await last_of(engine.generate(PROMPT, greedy(1)))).finished
 
 
 @on_a_loop

@@ -11,6 +11,7 @@ import pytest
 import torch
 from configs import llama_config
 from fixture_types import MakeLlama
+from gguf_files import bpe_keys, write_gguf
 
 from d3engine import Engine, FullDepth, InvalidValueError, SamplingParams, Speculative
 from d3engine.engine import host as host_memory
@@ -133,6 +134,40 @@ def test_weights_larger_than_the_memory_are_spoken_of(
         monkeypatch.setattr(cache_size, "weight_bytes", lambda *given, size=size: size)
         resolve.resolve_settings(EngineConfig(model=tiny_llama().directory, device="cpu"))
         assert [message[: len(spoken[0])] for message in caplog.messages] == spoken
+
+
+def test_weights_that_no_memory_holds_are_refused(
+    tiny_llama: MakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is copied must fit, and what stays in the mapped file is warned of alone."""
+    directory = tiny_llama().directory
+    file = write_gguf(tmp_path / "model.gguf", types=("Q4_K", "Q6_K"), layers=1, tokenizer=bpe_keys())
+    cases = [
+        (directory, {"dtype": "bfloat16"}, 0.99, True),  # of float32
+        (directory, {"dtype": "float32"}, 0.99, False),
+        (directory, {"dtype": "float32"}, 0.3, True),  # stacked matrices are copied
+        (file, {"activations": "float32"}, 0.5, False),
+        *([(file, {"activations": "int8"}, 0.5, True)] if resolve.multiplies_bytes() else []),
+    ]
+    for model, given, share, is_refused in cases:
+        config = EngineConfig(model=model, device="cpu", **given)
+        settings = resolve.resolve_settings(config)
+        held = cache_size._held_bytes(settings, shard_of(settings.config, 0, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_size, "machine_bytes", lambda held=held, share=share: int(share * held))
+            caplog.clear()
+            if not is_refused:
+                resolve.resolve_settings(config)
+                assert caplog.messages[0].startswith("the weights take 0.0 GiB, and this machine or its container has")
+                continue
+            with pytest.raises(InvalidValueError, match=r"model must be one whose weights fit: .*int4.*got") as caught:
+                resolve.resolve_settings(config)
+            assert caught.value.value == str(model)
+            assert ('activations="float32"' in str(caught.value)) == (model == file)
+    on_gpu = replace(settings, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    with pytest.raises(InvalidValueError, match=r"model must be one whose weights fit: .*this GPU has"):
+        cache_size.check_weights(on_gpu, shard_of(settings.config, 0, 1))
 
 
 def test_default_length_on_a_gpu_fits_its_share_of_memory(

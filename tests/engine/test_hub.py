@@ -187,7 +187,8 @@ def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Said)
     hub.repositories |= {
         "ada/model": {"main": Commit(SMALL)},
         "ada/pickled": {"main": Commit(pickled)},
-        "ada/adapter": {"main": Commit({"adapter_model.safetensors": b""})},
+        "ada/nothing": {"main": Commit({"adapter_model.safetensors": b""})},
+        "ada/adapter": {"main": Commit({"adapter_model.safetensors": b"", "adapter_config.json": b"{}", **pickled})},
     }
     expected = {
         "ada/none": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub that",
@@ -195,7 +196,8 @@ def test_unavailable_hub_model_is_refused_before_any_fetch(hub: Hub, said: Said)
         "ada/model@v9": "InvalidValueError: model must be a repository with a branch, a tag or a commit of its own",
         "ada/a--model": "InvalidValueError: model must be a directory, or a repository of the Hugging Face hub",
         "ada/pickled": "ModelFormatError: model 'ada/pickled' has no model.safetensors in its repository",
-        "ada/adapter": "ModelFormatError: model 'ada/adapter' has no config.json in its repository",
+        "ada/nothing": "ModelFormatError: model 'ada/nothing' has no config.json in its repository",
+        "ada/adapter": "ModelFormatError: model 'ada/adapter' is an adapter, no model: name its base model, and",
     }
     for found, name in zip(said(*expected), expected, strict=True):
         assert found.startswith(expected[name])

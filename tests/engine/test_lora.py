@@ -238,9 +238,10 @@ def test_adapters_named_by_path_are_loaded_and_make_room(adapted: Adapted, alone
     expected = {name: output.outputs[0].token_ids for (_, name), output in zip(MIX[:4], alone[:4], strict=True)}
     with engine_of(adapted, lora_modules=None, max_loras=1) as engine:
         for number, name in enumerate(ADAPTERS, 1):
-            asked = LoRARequest(name, number, str(adapted.paths[name]))
-            (output,) = engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=asked)
-            assert output.outputs[0].token_ids == expected[name]
+            asked = LoRARequest(name, number, adapted.paths[name] if number % 2 else str(adapted.paths[name]))
+            for one in (asked, adapted.paths[name]):
+                (output,) = engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=one)
+                assert output.outputs[0].token_ids == expected[name]
         assert engine.lora_adapters == {}
         engine.load_lora_adapter("kept", adapted.paths["all"])
         with pytest.raises(InvalidValueError, match="1 adapters are loaded, max_loras at once"):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks.lora import write_random_adapter
 from d3engine.errors import ModelFormatError
-from d3engine.model.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
+from d3engine.model.adapters import WEIGHTS_FILE, Adapter, read_adapter
 from d3engine.model.config import ModelConfig
+from d3engine.model.source import ADAPTER_FILE
 
 CONFIG = ModelConfig.from_directory("d3engine/demo_model")
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -30,7 +31,7 @@ def read(directory: Path, max_rank: int = 16, dtype: torch.dtype | None = None) 
 
 
 def change_fields(directory: Path, **changes: Any) -> None:
-    change_json(directory / CONFIG_FILE, lambda config: config.update(changes))
+    change_json(directory / ADAPTER_FILE, lambda config: config.update(changes))
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -136,8 +137,8 @@ def test_files_that_cannot_be_read_are_refused(adapter: Path) -> None:
     with pytest.raises(ModelFormatError, match=r"has no adapter_model\.safetensors; pickled weights are never loaded"):
         read(adapter)
     for content in ("", "[]", '{"r": '):
-        (adapter / CONFIG_FILE).write_text(content)
-        with pytest.raises(ModelFormatError, match=CONFIG_FILE):
+        (adapter / ADAPTER_FILE).write_text(content)
+        with pytest.raises(ModelFormatError, match=ADAPTER_FILE):
             read(adapter)
 
 

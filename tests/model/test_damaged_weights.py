@@ -180,3 +180,14 @@ def test_a_directory_without_safetensors_names_the_converter(tmp_path: Path, fil
     (tmp_path / file).write_bytes(b"")
     with pytest.raises(ModelFormatError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("lacks", ["config.json", "model.safetensors"])
+def test_adapter_in_place_of_a_model_names_its_base(tmp_path: Path, lacks: str) -> None:
+    """A directory of PEFT's, with or without the base model's config.json, is said to be what it is."""
+    save_model(tmp_path)
+    (tmp_path / lacks).unlink()
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "ada/base"}')
+    with pytest.raises(ModelFormatError, match=rf"{tmp_path}.*, but an adapter of 'ada/base' .*--lora-modules NAME="):
+        load(tmp_path)

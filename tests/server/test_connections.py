@@ -456,13 +456,36 @@ def test_drain_finishes_what_runs_and_refuses_what_is_new() -> None:
     assert running.said == ["SIGTERM: answers in progress have 30 seconds to end; a second signal ends them at once"]
 
 
-def test_a_drain_cuts_off_what_takes_longer_than_it_may() -> None:
+def test_drain_cut_stream_ends_with_an_error_and_done() -> None:
+    """A stream that takes longer than a drain may is cut off, and told so: it is not to be taken for whole."""
     held = Held(GuardSettings(port=0, drain_timeout=0.05))
     with served(held.guarded.app, held.guarded.traffic, held.settings) as running, held.begin(running) as client:
         running.server.drain()
         running.join()
-        assert b"data: last" not in read_to_the_end(client)
+        said = read_to_the_end(client)
+    assert b"data: last" not in said
+    assert b'"type":"server_error","param":null,"code":"draining"' in said
+    assert said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert running.server.num_cut == 1
+
+
+def test_drain_cut_answer_is_a_503() -> None:
+    """An answer of which nothing was sent before the end of a drain is a 503 with the code "draining"."""
+
+    async def stuck(request: Request) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    settings = GuardSettings(port=0, drain_timeout=0)
+    app = GuardedApp(settings, stuck=stuck)
+    with served(app.app, app.traffic, settings) as running, running.connect() as client:
+        client.sendall(request("/stuck", b"{}"))
+        while not app.traffic.taken:
+            pass
+        running.server.drain()
+        status, body = read_answer(client)
+        running.join()
+    assert (status, body["error"]["code"]) == (503, "draining")
 
 
 def test_an_idle_server_ends_at_once() -> None:

@@ -11,8 +11,16 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from d3engine.engine.model_directory import model_directory
 from d3engine.errors import InvalidValueError, ModelFormatError
-from d3engine.text.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
+from d3engine.text.chat_template import (
+    ChatPrompts,
+    ChatTemplate,
+    ChatTemplateError,
+    as_conversations,
+    load_chat_template,
+)
+from d3engine.text.tokenizer import load_tokenizer
 
 LLAMA2 = """\
 {%- if messages[0]['role'] == 'system' %}
@@ -294,6 +302,19 @@ class TestMalformedMessages:
         with pytest.raises(InvalidValueError, match=re.escape(f"{field} must be ")):
             ChatTemplate("").render(messages)
 
+    def test_a_role_that_the_template_does_not_name_is_refused(self) -> None:
+        """A template that writes any role's name would show the model one that it has never seen."""
+        wizard = [USER, {"role": "wizard", "content": "Abra"}]
+        with pytest.raises(InvalidValueError, match=re.escape("messages[1].role must be 'system' or 'user' or")):
+            render(ZEPHYR, wizard)
+        assert "<|wizard|>\nAbra" in render(ZEPHYR + "{# 'wizard' #}", wizard)
+
+    def test_a_developer_is_the_system_of_templates_without_one(self) -> None:
+        chat = [{"role": "developer", "content": "Be brief."}]
+        assert render(ZEPHYR, chat).startswith("<|system|>\nBe brief.")
+        assert render(ZEPHYR + "{# 'developer' #}", chat).startswith("<|developer|>\nBe brief.")
+        assert chat[0]["role"] == "developer"
+
     def test_objects_with_methods_never_reach_a_template(self) -> None:
         with pytest.raises(InvalidValueError, match=r"helper must be "):
             render("{{ helper }}", helper=Path("x"))
@@ -303,6 +324,25 @@ class TestMalformedMessages:
         message["self"] = message
         with pytest.raises(InvalidValueError, match="less than 64 deep"):
             ChatTemplate("").render([message])
+
+
+class TestConversations:
+    @pytest.mark.parametrize("messages", [None, 5, "hello", [], {}, USER, iter([USER])])
+    def test_what_is_no_list_of_messages_is_refused_by_name(self, messages: Any) -> None:
+        with pytest.raises(InvalidValueError, match="messages must be a list of at least one message"):
+            as_conversations(messages)
+
+    def test_a_list_is_one_conversation_or_several(self) -> None:
+        assert as_conversations([USER]) == [[USER]]
+        assert as_conversations(([USER], [SYSTEM, USER])) == [[USER], [SYSTEM, USER]]
+
+    @pytest.mark.parametrize("given", ["", "chat_template.jinja", Path("chat_template.jinja")])
+    def test_the_name_of_a_file_is_no_template(self, given: Any) -> None:
+        """It would be the whole prompt, without a word of the messages."""
+        demo = model_directory("demo")
+        prompts = ChatPrompts(demo, load_tokenizer(demo))
+        with pytest.raises(InvalidValueError, match="chat_template must be the text of a Jinja template"):
+            prompts.token_ids([USER], chat_template=given)
 
 
 class TestFailingTemplates:

@@ -23,6 +23,10 @@ class AdmissionControl:
         self.places = places
         self.taken = 0
         self.is_draining = False
+        self.is_cut = False
+        """Whether the drain's time is over."""
+        self.deadlines: set[asyncio.Timeout] = set()
+        """Of the requests in progress."""
 
     @property
     def is_full(self) -> bool:
@@ -38,6 +42,19 @@ class AdmissionControl:
             yield place
         finally:
             place.leave()
+
+    def cut(self) -> None:
+        """End the requests in progress, each with an error that its client can read."""
+        self.is_cut = True
+        now = asyncio.get_running_loop().time()
+        for deadline in self.deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
+
+
+def draining(message: str) -> RequestError:
+    """What a client gets of a server that is shutting down."""
+    return RequestError(503, message, code="draining", headers={"Retry-After": RETRY_AFTER})
 
 
 class Place:
@@ -71,8 +88,7 @@ class TrafficGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_http = scope["type"] == "http"
         if is_http and self._traffic.is_draining and scope["path"] not in OPEN_PATHS | {METRICS_PATH}:
-            headers = {"Retry-After": RETRY_AFTER}
-            raise RequestError(503, "The server is shutting down.", code="draining", headers=headers)
+            raise draining("The server is shutting down.")
         if not is_http or scope["method"] not in WITH_BODY:
             await self.app(scope, receive, send)
             return
@@ -82,10 +98,14 @@ class TrafficGuard:
 
 
 class DeadlineGuard:
-    """Ends requests that take longer than `request_timeout`, or whose client stops reading for `write_timeout`."""
+    """Ends requests that take longer than `request_timeout` or than a drain, or whose client stops reading for
+    `write_timeout`."""
 
-    def __init__(self, app: ASGIApp, request_timeout: float | None, write_timeout: float) -> None:
+    def __init__(
+        self, app: ASGIApp, traffic: AdmissionControl, request_timeout: float | None, write_timeout: float
+    ) -> None:
         self.app = app
+        self._traffic = traffic
         self._request_timeout = request_timeout
         self._write_timeout = write_timeout
 
@@ -97,6 +117,7 @@ class DeadlineGuard:
         limit = asyncio.timeout(self._request_timeout)
         try:
             async with limit:
+                self._traffic.deadlines.add(limit)
                 await self.app(scope, receive, writes)
         except TimeoutError:
             if not limit.expired():
@@ -111,12 +132,16 @@ class DeadlineGuard:
             if abort is not None:
                 abort()
         finally:
+            self._traffic.deadlines.discard(limit)
             writes.end()
 
     async def _say(self, scope: Scope, writes: _WatchedWrites, send: Send) -> None:
         """The request took too long: as a status where nothing was sent, as the last event of a stream that began."""
-        message = f"The answer was not complete within the {self._request_timeout:g} seconds that it may take."
-        error = RequestError(504, message, code="request_timeout")
+        if self._traffic.is_cut:
+            error = draining("The server has shut down before the answer was complete.")
+        else:
+            message = f"The answer was not complete within the {self._request_timeout:g} seconds that it may take."
+            error = RequestError(504, message, code="request_timeout")
         if not writes.has_begun:
             raise error
         if writes.is_stream and not writes.is_complete:

@@ -222,13 +222,6 @@ def _with_thinking(asked: ChatRequest, style: ChatStyle) -> ChatRequest:
     return structs.replace(asked, chat_template_kwargs={**variables, **(asked.chat_template_kwargs or {})})
 
 
-ROLES = ("system", "user", "assistant", "tool")
-"""What many templates write by any role's name, known to the model or not."""
-
-DEVELOPER = "developer"
-"""OpenAI's newer word for "system", whose messages most templates would leave out without a word."""
-
-
 async def chat_prompt(
     served: AppState,
     asked: ChatRequest | TokenizeRequest,
@@ -241,15 +234,6 @@ async def chat_prompt(
     begins = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     has_calls = any(message.get("tool_calls") for message in messages)
     as_text = has_calls and (await _style(served, asked)).arguments_as_text
-    roles = [message.get("role") for message in messages]
-    if any(role not in ROLES for role in roles):
-        words = (await _style(served, asked)).words
-        if DEVELOPER not in words:
-            messages = [{**one, "role": "system"} if one.get("role") == DEVELOPER else one for one in messages]
-        for place, role in enumerate(roles):
-            is_known = not isinstance(role, str) or role in words or role in (*ROLES, DEVELOPER)
-            allowed = " or ".join(map(repr, (*ROLES, DEVELOPER))) + ", or a role that the chat template names"
-            require(is_known, f"messages[{place}].role", role, allowed)
     try:
         found: Mapping[str, list[int]] = await served.client.chat_prompt(
             with_arguments_read(messages, as_text=as_text),

@@ -27,7 +27,6 @@ _TOOL = {"name": formats.EXAMPLE, "description": _DESCRIPTION, "parameters": {"t
 _NUM_KEPT = 8
 _CODE = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
-_WORD = re.compile(r"['\"]([\w.-]+)['\"]")
 _VARIABLE = re.compile(r"(?<![.\w])(enable_thinking|thinking|reasoning_effort)\b")
 
 
@@ -36,8 +35,7 @@ class ChatStyle:
     """What is known of a chat template; None is a format that is unknown, or of reasoning that it has not.
 
     `variables` are those that switch reasoning. With `arguments_as_text` it writes the arguments of earlier calls only
-    if they are JSON text. `words` are those that it quotes, its roles among them. `special_ids` are the tokenizer's
-    special tokens by their spelling.
+    if they are JSON text. `special_ids` are the tokenizer's special tokens by their spelling.
     """
 
     shows_tools: bool = False
@@ -45,7 +43,6 @@ class ChatStyle:
     reasoning: formats.ReasoningFormat | None = None
     variables: frozenset[str] = frozenset()
     arguments_as_text: bool = False
-    words: frozenset[str] = frozenset()
     special_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -88,7 +85,6 @@ class ChatStyles:
             reasoning=self._reasoning_format(source),
             variables=_variables(source),
             arguments_as_text=not texts[0] and bool(texts[1]),
-            words=frozenset(_WORD.findall(source)),
             special_ids=specials,
         )
 

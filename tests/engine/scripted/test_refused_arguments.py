@@ -32,7 +32,7 @@ class TooShort(DepthPolicy):
         ("block_size", [0, 1025, "16", False], "an integer from 1 to 1024"),
         ("seed", [-1, 2**63, 0.5, None], "an integer from 0 to"),
         ("max_model_len", [1, 0, 65, 10.0, "64"], "an integer from 2 to 64"),
-        ("kv_cache_memory_bytes", [0, -1, 1.5, LAYERS * 16 * 2 * 16 * 4 - 1], "an integer of at least 8192"),
+        ("kv_cache_memory_bytes", [0, -1, 1.5, "1GiB", LAYERS * 16 * 2 * 16 * 4 - 1], "an integer of at least 8192"),
         ("dtype", ["float16", "int8", "bf16", torch.int32, 7], "one of auto, float32, bfloat16 on cpu"),
         ("device", ["tpu", "meta", "gpu"], '"auto", "cpu", "cuda" or "cuda:N"'),
         ("depth", ["d3", 0.9, None, D3], "a DepthPolicy"),
@@ -55,6 +55,8 @@ def test_engine_argument_is_refused_by_name_and_value(
 def test_a_directory_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(InvalidValueError, match=r"model must be .*a directory.*; got 'nowhere at all'"):
         Engine("nowhere at all")
+    with pytest.raises(InvalidValueError, match=r"model must be .*a directory.*; got 'A prompt"):
+        Engine("A prompt that is longer than any name. " * 10)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,15 @@ def test_a_directory_that_is_none_is_refused_by_name() -> None:
 def test_an_engine_argument_of_a_wrong_type_is_refused_by_name(make_engine: MakeEngine, field: str, value: Any) -> None:
     with pytest.raises(InvalidValueError, match=field):
         make_engine(**{field: value})
+
+
+def test_tokenizer_that_is_no_directory_with_one_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """For a file, a missing path or a directory without one the error names field, value and what is allowed."""
+    for value in (DEMO / "tokenizer.json", tmp_path / "missing", tmp_path, "", "owner/name", "long" * 100):
+        with pytest.raises(InvalidValueError) as caught:
+            make_engine(tokenizer=value)
+        assert (caught.value.field, caught.value.value) == ("tokenizer", str(value))
+        assert "a directory with tokenizer.json or tokenizer.model, a GGUF file" in caught.value.allowed
 
 
 def test_ready_weights_of_another_dtype_are_refused(directory: Path) -> None:
