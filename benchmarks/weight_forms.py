@@ -7,8 +7,7 @@ llama.cpp's types. Texts are the model's own answers in chats, and pages of this
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -74,26 +73,31 @@ def bits_per_weight(model: Path, floats: Path) -> tuple[float, float]:
 def measure(settings: Settings) -> dict[str, Any]:
     """Each form on each kind of text, beside the floats."""
     torch.set_num_threads(settings.threads)
-    options: dict[str, Any] = {"num_threads": settings.threads, "activations": "float32", "max_model_len": 1024}
-    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 2**28, "device": "cpu", "dtype": "float32"}
-    with TemporaryDirectory() as folder, ExitStack() as stack:
+    with TemporaryDirectory() as folder:
         original = Path(folder) / "floats.gguf"
         shuffled(Path(settings.model), original)
         made = {form: Path(folder) / f"{form}.gguf" for form in settings.forms}  # a directory may end so too
         for form, path in tqdm(made.items(), unit="form"):
             FORMS[form](original, path)
-        bits = {form: bits_per_weight(path, original) for form, path in made.items()}
-        floats = stack.enter_context(Engine(original, **options))
-        engines = {form: stack.enter_context(Engine(path, **options)) for form, path in made.items()}
+        return compared(settings, original, made)
+
+
+def compared(settings: Settings, original: Path, made: Mapping[str, Path]) -> dict[str, Any]:
+    """The figures of forms beside their floats, one after the other: two models are in memory."""
+    options: dict[str, Any] = {"num_threads": settings.threads, "activations": "float32", "max_model_len": 1024}
+    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 2**28, "device": "cpu", "dtype": "float32"}
+    rows = []
+    with Engine(original, **options) as floats:
         texts = chat_texts(floats, settings.chats, settings.chat_tokens)
         texts += page_texts(floats, settings.pages, settings.page_tokens)
-        own, sums = judged(texts, floats, engines)
-    rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
-    for form, found in sums.items():
-        layers, whole = bits[form]
-        rows += [
-            _row(form, kind, found, own, texts) | {"bits_of_layers": layers, "bits_of_all": whole} for kind in KINDS
-        ]
+        for form, path in made.items():
+            with Engine(path, **options) as engine:
+                own, sums = judged(texts, floats, {form: engine})
+            layers, whole = bits_per_weight(path, original)
+            bits = {"bits_of_layers": layers, "bits_of_all": whole}
+            if not rows:
+                rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
+            rows += [_row(form, kind, sums[form], own, texts) | bits for kind in KINDS]
     kept = asdict(settings) | {"model": Path(settings.model).name, "resamples": RESAMPLES}
     return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
 
