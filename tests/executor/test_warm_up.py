@@ -23,6 +23,7 @@ from tiny_models import save_random
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from d3engine import D3, Distilled, FullDepth, SamplingParams, Speculative
+from d3engine.engine.settings import EngineSettings
 from d3engine.executor.warm_up import warm_up
 from d3engine.model.bridges import BRIDGES_FILE, read_bridges, write_bridges
 from d3engine.model.expected_tensors import fingerprint
@@ -202,6 +203,33 @@ def test_warm_up_stays_within_a_small_cache(make_engine: MakeEngine, blocks: int
     see_steps(engine, after=lambda plan, computed: rows.append(plan.num_rows))
     warm_up(engine.executor, engine.settings.scheduler_config, block_size=BLOCK)
     assert max(rows) == longest
+
+
+def test_what_is_loaded_meanwhile_changes_no_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of an adapter go on as if no other adapter, bridges and student had been compiled between two steps."""
+    monkeypatch.setattr(EngineSettings, "warms_up", True)
+    for name in ("some", "all"):
+        save_adapter(model, tmp_path / name, 0, **ADAPTERS[name])
+    modules = {"some": str(tmp_path / "some")}
+    prompts = {"short": [5, 17, 3], "long": [*range(9, 60)]}
+    answers: list[dict[str, list[int]]] = []
+    for loads in (False, True):
+        with engine_of(model, device="cpu", backend="torch", max_model_len=128, lora_modules=modules) as engine:
+            for name, prompt in prompts.items():
+                engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=8), lora_request="some")
+            found = engine.step()
+            if loads:
+                engine.load_lora_adapter("all", tmp_path / "all")
+                for policy in (BRIDGED, Distilled()):
+                    engine.prepare([1], SamplingParams(depth=policy))
+                assert engine.stats().eager_steps == 1
+            while engine.has_unfinished_requests():
+                found += engine.step()
+        answers.append({one.request_id: one.outputs[0].token_ids for one in found})
+    assert answers[0] == answers[1]
+    assert all(len(tokens) == 8 for tokens in answers[0].values())
 
 
 def test_ranks_warm_up_and_answer(tiny_llama: MakeLlama) -> None:
