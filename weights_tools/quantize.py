@@ -70,11 +70,7 @@ def quantize_model(
     """
     if scheme not in QUANTIZATION_SCHEMES:
         raise InvalidValueError("scheme", scheme, f"one of {', '.join(QUANTIZATION_SCHEMES)}")
-    config = ModelConfig.from_directory(source)
-    if files_of(source).scheme_of_others() is not None:
-        config = config.quantized(None)  # dequantized below
-    if config.quantization is not None:
-        raise InvalidValueError("MODEL", str(source), f"a model with float weights (this one is {config.quantization})")
+    config = _config_of_floats(source)
     check_head_scheme(lm_head, config.tie_word_embeddings)
     _check_destination(source, destination)
     with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
@@ -93,6 +89,16 @@ def quantize_model(
             show_progress=show_progress,
             description="quantizing",
         )
+
+
+def _config_of_floats(source: Path) -> ModelConfig:
+    """The config of a model as `floats_of_rows` reads it: with published 8-bit floats dequantized."""
+    config = ModelConfig.from_directory(source)
+    if files_of(source).scheme_of_others() is not None:
+        return config.quantized(None)
+    allowed = f"a model with float weights (this one is {config.quantization})"
+    require(config.quantization is None, "MODEL", str(source), allowed)
+    return config
 
 
 def _pending_tensors(checkpoint: Checkpoint, config: ModelConfig, quantized: ModelConfig) -> dict[str, PendingTensor]:
@@ -142,13 +148,12 @@ def quantize_to_groups(
     which all of it is in memory. Then one layer is, in float32. With `bits`, a mean for each weight of the layers,
     those matrices get 8 bits whose rounding costs the outputs most; to find them all matrices in 4 bits are in memory.
     The LM head and the embedding become `lm_head`, one of `GROUPED_HEADS`: 8 bits with a scale for each row, or floats,
-    in float16 those that a GGUF file has quantized. The directory is one of compressed-tensors (W4A16). Raises as
+    in float16 those that the source has quantized. The directory is one of compressed-tensors (W4A16). Raises as
     `quantize_model`, and `InvalidValueError` for `bits` that 4 and 8 bits do not allow.
     """
     require(group_size in GROUP_SIZES, "group_size", group_size, f"one of {', '.join(map(str, GROUP_SIZES))}")
     require(lm_head in GROUPED_HEADS, "lm_head", lm_head, f"one of {', '.join(GROUPED_HEADS)} with groups")
-    config = ModelConfig.from_directory(source)
-    require(config.quantization is None, "MODEL", str(source), "a model with float weights")
+    config = _config_of_floats(source)
     for columns in (config.hidden_size, config.q_size, config.intermediate_size):
         allowed = f"a divisor of {columns}, the columns of a matrix (--rtn takes any)"
         require(columns % group_size == 0, "group_size", group_size, allowed)
@@ -156,7 +161,8 @@ def quantize_to_groups(
         check_bits(bits, config, group_size)
     _check_destination(source, destination)
     prompts = fitting_tokens(source, text, show_progress=show_progress)
-    with open_checkpoint(source) as checkpoint, output_directory(destination, overwrite=overwrite) as folder:
+    with open_checkpoint(source) as given, output_directory(destination, overwrite=overwrite) as folder:
+        checkpoint = floats_of_rows(given)
         check_tensors(checkpoint, config)
         copy_companions(source, folder, leave=[POLICY_FILE])
         of_8_bits: frozenset[str] = frozenset()

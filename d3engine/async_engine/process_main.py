@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ class Inbox:
         """Which threads read a request; None: it is read at once."""
         if add.adapter is not None and not self._engine.adapters.is_loaded(_lora_request(add)):
             return "adapter"
+        depth = add.params.get("depth")
+        with suppress(Exception):  # what is wrong with a policy, its request says
+            if depth is not None and not self._engine.bridges.has_all_of(policy_from_dict(depth)):
+                return "adapter"
         if add.params.get("structured_outputs") is not None:
             return "form"
         return "long" if work_of(add.params) >= LONG_WORK else None

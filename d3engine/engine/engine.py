@@ -74,8 +74,13 @@ class Engine(Chats, EngineProperties):
             self._requests = NewRequests(settings, self.tokenizer, self.bridges, self.adapters)
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
             if settings.warms_up:
-                loaded = self.adapters.of_each_kind()
-                warm_up(self.executor, settings.scheduler_config, block_size=settings.block_size, adapters=loaded)
+                warm_up(
+                    self.executor,
+                    settings.scheduler_config,
+                    block_size=settings.block_size,
+                    adapters=self.adapters,
+                    bridges=self.bridges,
+                )
             self._prefix_file = PrefixFile.of(settings, self.executor.stats.executor)
             if self._prefix_file is not None:
                 self._prefix_file.read(self.scheduler.prefix_cache, self.executor.pool)
@@ -306,7 +311,8 @@ class Engine(Chats, EngineProperties):
     def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load the adapter of a directory that PEFT has written; requests may name it from now on. Any thread may.
 
-        Raises `InvalidValueError` for a name that is taken, and for what is no LoRA adapter of this model.
+        On a GPU it compiles the kernels that no adapter before has needed. Raises `InvalidValueError` for a name that
+        is taken, and for what is no LoRA adapter of this model.
         """
         self._life.check()
         self.adapters.load(name, path)

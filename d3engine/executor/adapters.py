@@ -51,6 +51,7 @@ class AdapterStore:
         self._ids: dict[str, int] = {}
         self._passing: set[str] = set()  # those that a request has brought
         self._paths: dict[str, str] = {}  # replaced and never changed: to read it takes no lock
+        self._on_read: Callable[[Adapter], None] = lambda adapter: None
 
     @property
     def paths(self) -> dict[str, str]:
@@ -62,10 +63,12 @@ class AdapterStore:
         with self._lock:
             return sum(adapter.nbytes for adapter in self._by_name.values())
 
-    def of_each_kind(self) -> list[Adapter]:
-        """One adapter of those that are loaded for each set of matrices that have maps."""
-        with self._lock:
-            return list({adapter.matrices: adapter for adapter in self._by_name.values()}.values())
+    def follow(self, on_read: Callable[[Adapter], None]) -> None:
+        """Call `on_read` for each adapter that is loaded, and later for each one before a request can have it."""
+        with self._reading:
+            self._on_read = on_read
+            for adapter in list(self._by_name.values()):
+                on_read(adapter)
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Load an adapter to stay until `unload`; raises `InvalidValueError` for a name that is taken."""
@@ -156,9 +159,11 @@ class AdapterStore:
                 assert oldest is not None
                 self._forget(oldest)
         try:
-            return read_adapter(name, path, self._config, **self._kind)
+            adapter = read_adapter(name, path, self._config, **self._kind)
         except ModelFormatError as error:
             raise InvalidValueError("lora_path", str(path), f"an adapter of this model ({error})") from None
+        self._on_read(adapter)
+        return adapter
 
     def _forget(self, name: str) -> None:
         del self._by_name[name]

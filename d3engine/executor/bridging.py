@@ -4,7 +4,7 @@ run, by the window's map."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from d3engine.depth import DepthPolicy, Level, Schedule
+from d3engine.depth.policy import named_bridges, named_students
 from d3engine.depth.schedule import AUTO_BRIDGES
 from d3engine.errors import InvalidValueError, ModelFormatError, require
 from d3engine.executor.hidden_states import Due
@@ -52,13 +53,33 @@ class BridgeStore:
         self._allowed = allowed
         self._loaded: dict[str, dict[Window, BridgeWeights]] = {}
         self._students: dict[str, Student] = {}
+        self._ready: set[str] = set()  # those of them that were followed
         self._stats = ExecutorStats()
         self._lock = threading.Lock()
+        self._on_bridges: Callable[[Iterable[BridgeWeights]], None] = lambda found: None
+        self._on_student: Callable[[str], None] = lambda name: None
+
+    def follow(self, on_bridges: Callable[[Iterable[BridgeWeights]], None], on_student: Callable[[str], None]) -> None:
+        """Call these for the bridges of each file and the name of each student that is loaded, and later for each one
+        before a step can run it."""
+        with self._lock:
+            self._on_bridges, self._on_student = on_bridges, on_student
+            for found in self._loaded.values():
+                on_bridges(found.values())
+            for name in self._students:
+                on_student(name)
 
     def allow(self, names: frozenset[str]) -> None:
         """Let policies name these files too: for a caller whose policies all come from one who owns the files."""
         if self._allowed:
             self._allowed |= names
+
+    def has_all_of(self, policy: DepthPolicy | None) -> bool:
+        """Whether a request of this policy waits for no file."""
+        if policy is None:
+            return True
+        has_bridges = all(name in self._loaded for name in named_bridges(policy))
+        return has_bridges and all(name in self._ready for name in named_students(policy))
 
     def path(self, name: str) -> Path:
         """The file that a policy calls so, whether it is there or not."""
@@ -79,6 +100,7 @@ class BridgeStore:
         with self._lock:
             if name not in self._loaded:
                 found = self._load(name)
+                self._on_bridges(found.values())
                 self._stats.bridge_bytes += sum(bridge.nbytes for bridge in found.values())
                 self._loaded[name] = found
         missing = [window for window in schedule.windows() if window not in self._loaded[name]]
@@ -93,11 +115,14 @@ class BridgeStore:
         of the schedule the file is not made for."""
         name = level.student
         self._check_allowed("student", name)
-        with self._lock:
-            if name not in self._students:
-                self._students[name] = self._read_student(name)
         skipped = np.flatnonzero(~schedule.active(level.step)).tolist()
-        self._students[name].check_made_for(self._config, name, skipped, level.width)
+        with self._lock:
+            found = self._students.get(name) or self._read_student(name)
+            found.check_made_for(self._config, name, skipped, level.width)
+            if name not in self._students:
+                self._students[name] = found
+                self._on_student(name)
+                self._ready.add(name)
 
     def _check_allowed(self, field: str, name: str) -> None:
         require(bool(self._allowed), field, name, "absent beside a tensor_parallel_size above 1")

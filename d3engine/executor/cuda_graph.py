@@ -129,6 +129,11 @@ class GraphExecutor(Executor):
         self.stats = eager.stats
         self.stats.executor = "CUDA graphs"
 
+    @property
+    def eager(self) -> EagerExecutor:
+        """What runs the steps that no graph holds."""
+        return self._eager
+
     @torch.inference_mode()
     def run(self, plan: Plan) -> Computed:
         """Run the steps of a plan: tokens, where the device has chosen them itself, or logits as `eager` gives them."""
@@ -263,6 +268,12 @@ class GraphExecutor(Executor):
         self._eager.take_largest()
         with torch.inference_mode():
             self._graph(GraphShape(self._sizes[-1], self._all_layers, SamplingMode.PENALISE))
+
+    @torch.inference_mode()
+    def draw_from_logits(self) -> None:
+        """Draw a token as graphs do from the logits of adapters: others draw inside the product. Changes nothing."""
+        logits = torch.zeros(1, self.model.config.vocab_size, dtype=torch.float32, device=self._device)
+        self._choice.from_logits(logits, self._rows.steps[:1], SamplingMode.DRAW)
 
     def expect(self, schedule: Schedule | None) -> None:
         """`prepare_next` captures the graphs that answers of this schedule need, as many as are kept, and before them

@@ -87,5 +87,8 @@ class DraftTargetExecutor(Executor):
 
 
 def executors_of(executor: Executor) -> tuple[Executor, ...]:
-    """The executors of single models."""
-    return (executor.first, executor.second) if isinstance(executor, DraftTargetExecutor) else (executor,)
+    """The executors of single models; an EAGLE-3 head is none, and has the pool of its target."""
+    if not isinstance(executor, DraftTargetExecutor):
+        return (executor,)
+    first, second = executor.first, executor.second
+    return (first,) if second.pool is first.pool else (first, second)

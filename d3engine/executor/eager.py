@@ -80,7 +80,8 @@ class EagerExecutor(Executor):
         self._tells_prompts = tells_prompts
         if bridges is not None:
             bridges.count_in(self.stats)
-        self.slots = None if adapter_slots is None else AdapterSlots(config, *adapter_slots, device)
+        self._adapter_slots = adapter_slots
+        self.slots = self._new_slots()
         self.kept_states = HiddenStateCache(config.hidden_size, dtype, device)
         self._hooks = StateHooks(config.num_layers, dtype, device)
         self.watch: Callable[[Plan, Tensor], Iterable[Due]] = lambda plan, hidden: ()
@@ -92,6 +93,18 @@ class EagerExecutor(Executor):
         other.model = Llama(self.model.config, weights, self.kernels, self.model.ranks)
         other.students = StudentExecutors(None, weights, other.with_weights, self.stats)
         return other
+
+    def over_small_pool(self, num_blocks: int) -> EagerExecutor:
+        """The same model over another pool, for a thread that runs prompts while this executor runs steps."""
+        other = copy(self)
+        other.pool = _new_pool((num_blocks + 1, *self.pool.shape[1:]), self.pool.dtype, self.device)
+        other.slots = self._new_slots()
+        other.stats = ExecutorStats()
+        return other
+
+    def _new_slots(self) -> AdapterSlots | None:
+        given = self._adapter_slots
+        return None if given is None else AdapterSlots(self.model.config, *given, self.device)
 
     def take_largest(self) -> None:
         """Load the student of the engine's policy; what else a step needs is gone after it."""
@@ -215,7 +228,7 @@ class EagerExecutor(Executor):
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
 
 
-def _new_pool(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVPool:
+def _new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KVPool:
     values = _zeros(shape, dtype, device)
     if dtype != FP8:
         return values

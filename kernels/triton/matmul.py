@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,9 @@ from d3engine.kernels.triton.operations import Step, TorchCall
 from d3engine.kernels.triton.unpack import unpack_steps
 
 _REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+_settings_lock = threading.Lock()
+_found: list[list[bool]] = []
+"""What these settings were before, for each thread that needs them off."""
 
 
 def matmul(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -66,14 +70,19 @@ def _add_onto(target: Tensor, product: Tensor) -> None:
 def float32_sums() -> Iterator[None]:
     """Within it the matrix library keeps the sums of half precision in float32 to the end, as all kernels here do.
 
-    torch lets it add up parts of a long sum in half precision by default.
+    torch lets it add up parts of a long sum in half precision by default. Its settings are the process's: of several
+    threads the last one puts them back.
     """
     settings = torch.backends.cuda.matmul
-    before = [(name, getattr(settings, name)) for name in _REDUCED]
-    for name in _REDUCED:
-        setattr(settings, name, False)
+    with _settings_lock:
+        _found.append(_found[0] if _found else [getattr(settings, name) for name in _REDUCED])
+        for name in _REDUCED:
+            setattr(settings, name, False)
     try:
         yield
     finally:
-        for name, value in before:
-            setattr(settings, name, value)
+        with _settings_lock:
+            found = _found.pop()
+            if not _found:
+                for name, value in zip(_REDUCED, found, strict=True):
+                    setattr(settings, name, value)

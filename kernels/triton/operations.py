@@ -12,6 +12,7 @@ An operation is written as a function that describes it: its result, and the ste
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -76,9 +77,10 @@ def _perform(describe: Callable[..., tuple[T, Sequence[Step]]], arguments: tuple
     compiled = [step.run() for step in steps]
     recipe = _recipe(tensors, result, steps, compiled)
     if recipe is not None:
-        _recipes[found] = recipe
-        if len(_recipes) > MOST_RECIPES:
-            _recipes.pop(next(iter(_recipes)), None)
+        with _recipes_lock:  # a thread that loads an adapter has other operations than that which runs steps
+            _recipes[found] = recipe
+            if len(_recipes) > MOST_RECIPES:
+                _recipes.pop(next(iter(_recipes)), None)
     return result
 
 
@@ -157,6 +159,7 @@ class _Recipe:
 
 
 _recipes: dict[tuple[Any, ...], _Recipe] = {}
+_recipes_lock = threading.Lock()
 
 
 def _recipe(

@@ -2,8 +2,10 @@
 them, alone and in a batch, and whoever has none is untouched."""
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -29,13 +31,18 @@ from tiny_models import TinyLlama
 from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
+from d3engine.async_engine import wire
+from d3engine.async_engine.engine_loop import EngineLoop
+from d3engine.async_engine.process_main import Inbox
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.engine.executors import NOWHERE, bridge_store
 from d3engine.errors import InvalidValueError, ModelFormatError
+from d3engine.executor import bridging
 from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.expected_tensors import fingerprint
 
 LAYERS, SIZE, TOKENS = 6, 32, 14
+HANG_SECONDS = 60.0
 AUTO = "auto"
 EVERY = list(range(LAYERS))
 WINDOWS = [[4, 5], [1, 3], [3, 4]]
@@ -206,6 +213,37 @@ def test_checks_for_another_process_hold_no_map(make_engine: MakeEngine, model: 
             front.prepare([1, 2], asked(D3(0.8, 0.5, bridges="/elsewhere")))
         quantized = replace(engine.settings, config=replace(engine.config, quantization="int8"))
         bridge_store(quantized, device=NOWHERE).check(engine.depth.schedule(LAYERS))
+
+
+def test_a_process_steps_and_takes_while_it_reads_bridges(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop and the inbox of an engine's process wait for no bridges that a request is the first to name."""
+    begun, goes_on, read = threading.Event(), threading.Event(), bridging.read_bridges
+
+    def wait_and_read(*given: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(HANG_SECONDS)
+        return read(*given)
+
+    monkeypatch.setattr(bridging, "read_bridges", wait_and_read)
+    replies: SimpleQueue[Any] = SimpleQueue()
+    with make_engine() as engine:
+        loop = EngineLoop(engine, lambda batch: [replies.put(one) for one in batch] and None)
+        inbox, runner = Inbox(engine, loop), threading.Thread(target=loop.run)
+        runner.start()
+        try:
+            for key, policy in ((1, D3(0.9, 0.5, bridges=AUTO)), (2, D3(0.9, 0.5))):
+                inbox.take(wire.Add(key, None, None, PROMPTS[0], wire.plain_params(asked(policy)), 0))
+                assert begun.wait(HANG_SECONDS)
+            while not getattr((reply := replies.get(timeout=HANG_SECONDS / 2))[1], "finished", False):
+                assert reply[0] == 2
+            goes_on.set()
+            assert replies.get(timeout=HANG_SECONDS)[0] == 1
+        finally:
+            goes_on.set()
+            inbox.take(wire.Stop())
+            runner.join()
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

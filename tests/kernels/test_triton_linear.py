@@ -2,7 +2,7 @@
 Memory from `torch.empty` is filled with NaN here, so that a value which was not written shows."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,7 @@ from d3engine.kernels import reference
 from d3engine.kernels.sampling import SamplingRows
 from d3engine.kernels.triton import products
 from d3engine.kernels.triton.launches import SHAPES, Launch, registered
+from d3engine.kernels.triton.matmul import float32_sums
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "rows_apart", "few_programs")
 
@@ -421,6 +422,19 @@ def test_the_matrix_library_keeps_its_sums_in_float32(live: int | None, randn: R
     with Products():
         kernels.linear_residual(x, weight, None, randn(43, 16, dtype=torch.bfloat16), num_rows=num_rows)
     assert found == [(False, False)]
+    assert settings.allow_bf16_reduced_precision_reduction == before
+
+
+def test_sums_stay_in_float32_until_the_last_thread_has_ended() -> None:
+    """The settings are the process's: a thread that ends takes them from no other, and the last puts them back."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    assert before
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(float32_sums())
+        second.enter_context(float32_sums())
+        first.close()
+        assert not settings.allow_bf16_reduced_precision_reduction
     assert settings.allow_bf16_reduced_precision_reduction == before
 
 

@@ -1,6 +1,7 @@
 """Four bits in groups: errors are made up for, and each layer sees what the layers before it make."""
 
 import json
+import re
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from fp8_checkpoints import PUBLISHED, publish
 from quantized_weights import OPTIONS, TEXT, run
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, random_prompts, save_random
@@ -24,7 +26,7 @@ from d3engine.weights_tools import group_quantizer
 from d3engine.weights_tools.fitting_text import fitting_tokens
 from d3engine.weights_tools.group_quantizer import Groups, quantize_groups
 from d3engine.weights_tools.layerwise import LayerwiseModel
-from d3engine.weights_tools.quantize import quantize_to_groups
+from d3engine.weights_tools.quantize import quantize_model, quantize_to_groups
 
 DEMO = model_directory("demo")
 
@@ -203,6 +205,28 @@ def test_quantize_to_groups_float_head_stays(tmp_path: Path) -> None:
         assert torch.equal(before[name], after[name])
     found = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
     assert (list(found["config_groups"]), found["ignore"]) == (["group_0"], ["lm_head"])
+
+
+def test_published_8_bit_floats_become_what_their_floats_do(tmp_path: Path) -> None:
+    """Of a checkpoint in 8-bit floats, its head too, each tensor is that of the floats that it stands for."""
+    floats, published = copytree(DEMO, tmp_path / "floats"), copytree(DEMO, tmp_path / "published")
+    tensors = {name: tensor.float() for name, tensor in load_file(DEMO / "model.safetensors").items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if re.search(r"layers\.([2-9]|1\d)\.", name) is None}
+    save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (floats / "config.json").write_text(json.dumps(config))
+    meant = publish(floats, published, PUBLISHED["NVIDIA, the head too"])
+    save_file(meant, floats / "model.safetensors", metadata={"format": "pt"})
+    made = []
+    for source in (floats, published):
+        directory = tmp_path / f"{source.name}-4"
+        quantize_to_groups(source, directory, text=TEXT, bits=5.5, show_progress=False)
+        made.append(load_file(directory / "model.safetensors"))
+    assert made[0].keys() == made[1].keys()
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    quantize_model(floats, tmp_path / "int8", "int8", show_progress=False)
+    with pytest.raises(InvalidValueError, match=r"a model with float weights \(this one is int8\)"):
+        quantize_to_groups(tmp_path / "int8", tmp_path / "other", text=TEXT, show_progress=False)
 
 
 def test_fitting_tokens_default_has_conversations() -> None:

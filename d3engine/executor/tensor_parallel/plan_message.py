@@ -178,7 +178,7 @@ class PlanSender:
 
     def _changes(self, plan: Plan, num_steps: int) -> _Changes:
         tables, slots = plan.tables, plan.slots
-        if self._tables is None:
+        if self._tables is None or self._tables.shape != tables.shape:  # those of the warm-up have one row
             self._tables = np.zeros_like(tables)
         columns = -(-int(plan.stops.max() + num_steps - 1) // self._block_size)
         now = tables[slots, :, :columns]
@@ -201,7 +201,7 @@ class PlanReceiver:
         """The next plan; that of a run again where its next step is to be taken."""
         heard: _Message = unpack(message, _KINDS)
         if heard.changes is not None:
-            if not self._tables.size:
+            if self._tables.shape != heard.changes.shape:
                 self._tables = np.zeros(heard.changes.shape, np.int32)
             self._tables.reshape(-1)[heard.changes.places] = heard.changes.blocks
         if heard.plan is not None:
