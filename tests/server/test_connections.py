@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from d3engine.errors import FailedError
 from d3engine.server import connections
+from d3engine.server import running as running_server
 from d3engine.server.middleware.settings import GuardSettings
 from d3engine.server.responses.streams import OPENAI_FORM, EventStream
 from d3engine.server.running import GuardedServer, bind, most_connections
@@ -456,8 +457,15 @@ def test_drain_finishes_what_runs_and_refuses_what_is_new() -> None:
     assert running.said == ["SIGTERM: answers in progress have 30 seconds to end; a second signal ends them at once"]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that waits until what it has cut off has ended."""
+    monkeypatch.setattr(running_server, "CUT_SECONDS", GUARD)
+
+
+@pytest.mark.usefixtures("patient")
 def test_drain_cut_stream_ends_with_an_error_and_done() -> None:
-    """A stream that takes longer than a drain may is cut off, and told so: it is not to be taken for whole."""
+    """A stream that takes longer than a drain may ends with an error: it is not to be taken for whole."""
     held = Held(GuardSettings(port=0, drain_timeout=0.05))
     with served(held.guarded.app, held.guarded.traffic, held.settings) as running, held.begin(running) as client:
         running.server.drain()
@@ -469,6 +477,7 @@ def test_drain_cut_stream_ends_with_an_error_and_done() -> None:
     assert running.server.num_cut == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_drain_cut_answer_is_a_503() -> None:
     """An answer of which nothing was sent before the end of a drain is a 503 with the code "draining"."""
 
