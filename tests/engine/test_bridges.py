@@ -5,7 +5,6 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -26,14 +25,13 @@ from depth_oracle import (
 from families import make_family
 from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker
+from loops import looping
 from stepping import generated, greedy
 from tiny_models import TinyLlama
 from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
 
 from d3engine import D3, Engine, FullDepth, LayerTable, RequestOutput, SamplingParams, SkipDecode, TailSkip, UnifiedSkip
 from d3engine.async_engine import wire
-from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.process_main import Inbox
 from d3engine.depth import DepthPolicy, Lossless, Nested, SelfSpeculative
 from d3engine.engine.executors import NOWHERE, bridge_store
 from d3engine.errors import InvalidValueError, ModelFormatError
@@ -227,11 +225,7 @@ def test_a_process_steps_and_takes_while_it_reads_bridges(
         return read(*given)
 
     monkeypatch.setattr(bridging, "read_bridges", wait_and_read)
-    replies: SimpleQueue[Any] = SimpleQueue()
-    with make_engine() as engine:
-        loop = EngineLoop(engine, lambda batch: [replies.put(one) for one in batch] and None)
-        inbox, runner = Inbox(engine, loop), threading.Thread(target=loop.run)
-        runner.start()
+    with make_engine() as engine, looping(engine) as (inbox, replies):
         try:
             for key, policy in ((1, D3(0.9, 0.5, bridges=AUTO)), (2, D3(0.9, 0.5))):
                 inbox.take(wire.Add(key, None, None, PROMPTS[0], wire.plain_params(asked(policy)), 0))
@@ -242,8 +236,6 @@ def test_a_process_steps_and_takes_while_it_reads_bridges(
             assert replies.get(timeout=HANG_SECONDS)[0] == 1
         finally:
             goes_on.set()
-            inbox.take(wire.Stop())
-            runner.join()
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

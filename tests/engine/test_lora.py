@@ -4,12 +4,11 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from families import DENSE, NO_PAD, make_family
-from loops import on_a_loop
+from loops import looping, on_a_loop
 from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
 from tiny_models import random_prompts, save_tiny_llama
 
@@ -28,8 +27,6 @@ from d3engine import (
     Speculative,
 )
 from d3engine.async_engine import wire
-from d3engine.async_engine.engine_loop import EngineLoop
-from d3engine.async_engine.process_main import Inbox
 from d3engine.depth import DepthPolicy
 from d3engine.engine import resolve
 from d3engine.executor import adapters
@@ -337,11 +334,7 @@ def test_a_process_steps_and_takes_while_it_reads_an_adapter(
 ) -> None:
     """The loop and the inbox of an engine's process wait for no adapter that others load."""
     begun, goes_on = held_reading(monkeypatch)
-    replies: SimpleQueue[Any] = SimpleQueue()
-    with engine_of(adapted, lora_modules=None, backend="torch") as engine:
-        loop = EngineLoop(engine, lambda batch: [replies.put(one) for one in batch] and None)
-        inbox, runner = Inbox(engine, loop), threading.Thread(target=loop.run)
-        runner.start()
+    with engine_of(adapted, lora_modules=None, backend="torch") as engine, looping(engine) as (inbox, replies):
         try:
             goes_on.clear()
             named, params = ("some", str(adapted.paths["some"])), wire.plain_params(GREEDY)
@@ -358,8 +351,6 @@ def test_a_process_steps_and_takes_while_it_reads_an_adapter(
             assert replies.get(timeout=HANG_SECONDS)[0] == 1
         finally:
             goes_on.set()
-            inbox.take(wire.Stop())
-            runner.join()
 
 
 @on_a_loop

@@ -1,9 +1,17 @@
-"""Tests that are coroutines."""
+"""Tests that are coroutines, and an engine's loop as its process runs it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from queue import SimpleQueue
 from typing import Any
+
+from d3engine import Engine
+from d3engine.async_engine import wire
+from d3engine.async_engine.engine_loop import EngineLoop
+from d3engine.async_engine.process_main import Inbox
 
 
 def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -14,3 +22,17 @@ def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
         asyncio.run(test(*arguments, **named))
 
     return run
+
+
+@contextmanager
+def looping(engine: Engine) -> Iterator[tuple[Inbox, SimpleQueue[Any]]]:
+    """The inbox of an engine that a thread runs, and its replies (key, output)."""
+    replies: SimpleQueue[Any] = SimpleQueue()
+    loop = EngineLoop(engine, lambda batch: [replies.put(one) for one in batch] and None)
+    inbox, runner = Inbox(engine, loop), threading.Thread(target=loop.run)
+    runner.start()
+    try:
+        yield inbox, replies
+    finally:
+        inbox.take(wire.Stop())
+        runner.join()
