@@ -55,13 +55,14 @@ def test_a_killed_conversion_leaves_nothing_behind(name: str, tmp_path: Path, mo
     """A closed terminal and a `kill` end it as Ctrl-C does; under nohup a closed terminal does not."""
     number = getattr(signal, name)
     write_llama2c(tmp_path / "model.bin", make_model(tie_word_embeddings=True))
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "write_weights", lambda *_, **__: os.kill(os.getpid(), number))
-        ended = run("convert", "llama2c", str(tmp_path / "model.bin"), str(tmp_path / "out"))
-    assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (130, "interrupted")
-    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
-    before = signal.signal(number, signal.SIG_IGN)
+    before = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup themselves
     try:
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "write_weights", lambda *_, **__: os.kill(os.getpid(), number))
+            ended = run("convert", "llama2c", str(tmp_path / "model.bin"), str(tmp_path / "out"))
+        assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (130, "interrupted")
+        assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+        signal.signal(number, signal.SIG_IGN)
         with interrupted_by_signals():
             os.kill(os.getpid(), number)
     finally:

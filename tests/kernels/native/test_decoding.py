@@ -79,7 +79,7 @@ def test_a_tied_int4_head_is_refused() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_isa_takes_amx_and_vnni_for_narrow_matrices(form: str) -> None:
     """Without an explicit instruction set."""
-    only_bytes_are_not = {"int8": ("avx512-vnni",), "bfloat16": ("avx512-vnni",), "int4": ()}
+    only_bytes_are_not = dict.fromkeys(("int8", "bfloat16", "packed"), ("avx512-vnni",)) | {"int4": ()}
     not_for_it = only_bytes_are_not.get(form, ("avx512-vnni", "amx"))
     best = next(isa for isa in isas() if isa not in not_for_it)
     assert Case(Shape(form=form)).decoder().isa == best
