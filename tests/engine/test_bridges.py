@@ -25,7 +25,7 @@ from depth_oracle import (
 from families import make_family
 from fixture_types import MakeEngine, MakeLlama
 from kinds_of_engine import maker
-from loops import looping
+from loops import HANG_SECONDS, assert_second_ends_first, looping
 from stepping import generated, greedy
 from tiny_models import TinyLlama
 from transformers_oracle import assert_answers, assert_same_tokens, greedy_after
@@ -40,7 +40,6 @@ from d3engine.model.bridges import BRIDGES_FILE, Bridge, Bridges, write_bridges
 from d3engine.model.expected_tensors import fingerprint
 
 LAYERS, SIZE, TOKENS = 6, 32, 14
-HANG_SECONDS = 60.0
 AUTO = "auto"
 EVERY = list(range(LAYERS))
 WINDOWS = [[4, 5], [1, 3], [3, 4]]
@@ -230,10 +229,7 @@ def test_a_process_steps_and_takes_while_it_reads_bridges(
             for key, policy in ((1, D3(0.9, 0.5, bridges=AUTO)), (2, D3(0.9, 0.5))):
                 inbox.take(wire.Add(key, None, None, PROMPTS[0], wire.plain_params(asked(policy)), 0))
                 assert begun.wait(HANG_SECONDS)
-            while not getattr((reply := replies.get(timeout=HANG_SECONDS / 2))[1], "finished", False):
-                assert reply[0] == 2
-            goes_on.set()
-            assert replies.get(timeout=HANG_SECONDS)[0] == 1
+            assert_second_ends_first(replies, goes_on)
         finally:
             goes_on.set()
 

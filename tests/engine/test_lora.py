@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from families import DENSE, NO_PAD, make_family
-from loops import looping, on_a_loop
+from loops import HANG_SECONDS, assert_second_ends_first, looping, on_a_loop
 from peft_adapters import ADAPTERS, Adapted, save_adapter, save_all
 from tiny_models import random_prompts, save_tiny_llama
 
@@ -32,8 +32,6 @@ from d3engine.engine import resolve
 from d3engine.executor import adapters
 
 NAMES = [None, *ADAPTERS]
-HANG_SECONDS = 60.0
-"""Against a test that hangs: none is judged by it."""
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 REPORTING = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=3)
@@ -345,10 +343,7 @@ def test_a_process_steps_and_takes_while_it_reads_an_adapter(
             inbox.take(asked[message])
             assert begun.wait(HANG_SECONDS)
             inbox.take(wire.Add(2, None, None, PROMPTS[0], params, 0))
-            while not getattr((reply := replies.get(timeout=HANG_SECONDS / 2))[1], "finished", False):
-                assert reply[0] == 2
-            goes_on.set()
-            assert replies.get(timeout=HANG_SECONDS)[0] == 1
+            assert_second_ends_first(replies, goes_on)
         finally:
             goes_on.set()
 
