@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.judged_texts import RESAMPLES, chat_texts, figures, figures_in_words, judged
+from benchmarks.judged_texts import RESAMPLES, chat_texts, figures, figures_in_words, judged, read_prompt
 from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 
@@ -42,8 +42,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         Engine(settings.model, activations=settings.activations, **options) as rounded,
     ):
         texts = chat_texts(exact, settings.chats, settings.text_tokens)
-        own, sums = judged(texts, exact, {"rounded": rounded})
-    found = figures(sums["rounded"], own, np.ones(len(texts), bool))
+        own, sums = judged(texts, (read_prompt(exact, text) for text in texts), rounded)
+    found = figures(sums, own, np.ones(len(texts), bool))
     kept = asdict(settings) | {"model": settings.model.rpartition("/")[2], "resamples": RESAMPLES}
     return {"benchmark": "activations", "settings": kept, "figures": found}
 

@@ -77,7 +77,9 @@ def shape_of(block: str, run: AnswerPass, settings: Settings, kept: int) -> Shap
     if block == WITHOUT_ATTENTION:
         own = shape.start[kept]
         names = ("attention_norm", "mlp_norm", "gate_up", "down")
-        shape = replace(shape, start={kept: {name: own[name] for name in names} | {"output": 0 * own["output"]}})
+        shape = replace(
+            shape, start={kept: {name: own[name] for name in names} | {"output": torch.zeros_like(own["output"])}}
+        )
     return shape
 
 

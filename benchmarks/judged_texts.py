@@ -6,7 +6,7 @@ generates, a sampler takes the text's next token. Intervals are of resampled tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -166,15 +166,13 @@ def compared(text: Text, found: Tensor, reference: Tensor) -> Floats:
     return np.array([float(kl), float(loss), float(same), len(text.answer)])
 
 
-def judged(texts: Sequence[Text], exact: Engine, others: Mapping[str, Engine]) -> tuple[Floats, dict[str, Floats]]:
-    """Each text read as a prompt: the sums of `exact` beside itself, and of each of the others beside it."""
-    own, sums = [], {name: [] for name in others}
-    for text in tqdm(texts, unit="text"):
-        reference = read_prompt(exact, text)
+def judged(texts: Sequence[Text], references: Iterable[Tensor], engine: Engine) -> tuple[Floats, Floats]:
+    """Each text read as a prompt: the sums of its reference, of `read_prompt`, beside itself, and of `engine`'s."""
+    own, sums = [], []
+    for text, reference in tqdm(zip(texts, references, strict=True), total=len(texts), unit="text"):
         own.append(compared(text, reference, reference))
-        for name, engine in others.items():
-            sums[name].append(compared(text, read_prompt(engine, text), reference))
-    return np.array(own), {name: np.array(found) for name, found in sums.items()}
+        sums.append(compared(text, read_prompt(engine, text), reference))
+    return np.array(own), np.array(sums)
 
 
 def figures(sums: Floats, reference: Floats, which: npt.NDArray[np.bool_]) -> dict[str, Any]:

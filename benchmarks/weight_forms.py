@@ -20,7 +20,17 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.gguf_writing import in_q4_0, quantized_by_llama_cpp, shuffled
-from benchmarks.judged_texts import RESAMPLES, Floats, Text, chat_texts, figures, figures_in_words, judged, page_texts
+from benchmarks.judged_texts import (
+    RESAMPLES,
+    Floats,
+    Text,
+    chat_texts,
+    figures,
+    figures_in_words,
+    judged,
+    page_texts,
+    read_prompt,
+)
 from benchmarks.report import main_of, option, print_table
 from d3engine import Engine
 from d3engine.model.config import ModelConfig
@@ -83,21 +93,22 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def compared(settings: Settings, original: Path, made: Mapping[str, Path]) -> dict[str, Any]:
-    """The figures of forms beside their floats, one after the other: two models are in memory."""
+    """The figures of forms beside their floats, one model after the other."""
     options: dict[str, Any] = {"num_threads": settings.threads, "activations": "float32", "max_model_len": 1024}
     options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 2**28, "device": "cpu", "dtype": "float32"}
-    rows = []
     with Engine(original, **options) as floats:
         texts = chat_texts(floats, settings.chats, settings.chat_tokens)
         texts += page_texts(floats, settings.pages, settings.page_tokens)
-        for form, path in made.items():
-            with Engine(path, **options) as engine:
-                own, sums = judged(texts, floats, {form: engine})
-            layers, whole = bits_per_weight(path, original)
-            bits = {"bits_of_layers": layers, "bits_of_all": whole}
-            if not rows:
-                rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
-            rows += [_row(form, kind, sums[form], own, texts) | bits for kind in KINDS]
+        references = [read_prompt(floats, text) for text in tqdm(texts, desc="floats", unit="text")]
+    rows = []
+    for form, path in made.items():
+        with Engine(path, **options) as engine:
+            own, sums = judged(texts, references, engine)
+        layers, whole = bits_per_weight(path, original)
+        bits = {"bits_of_layers": layers, "bits_of_all": whole}
+        if not rows:
+            rows = [_row("floats", kind, own, own, texts) for kind in KINDS]
+        rows += [_row(form, kind, sums, own, texts) | bits for kind in KINDS]
     kept = asdict(settings) | {"model": Path(settings.model).name, "resamples": RESAMPLES}
     return {"benchmark": "weight_forms", "settings": kept, "rows": rows}
 

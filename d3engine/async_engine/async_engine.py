@@ -152,7 +152,7 @@ class AsyncEngine(EngineProperties):
         require(is_known, "sampling_params", params, "SamplingParams, or None")
         read = partial(self._front.prepare, prompt, params, request_id, priority, lora_request=lora_request)
         waits = lora_request is not None and not self._front.adapters.is_loaded(lora_request)
-        if waits or not self._front.bridges.has_all_of(getattr(params, "depth", None)):
+        if waits or not self._front.bridges.has_all_of(None if params is None else params.depth):
             return await self._in_pool("adapter", read)
         if lora_request is None and _is_short(prompt) and (params is None or _is_plain(params)):
             return self._read(read)

@@ -24,7 +24,7 @@ from typing import Any
 
 from d3engine.engine.gguf_choice import DEFAULT_QUANTIZATION, are_all, choose_models, gguf_models, names_of
 from d3engine.errors import D3EngineError, FailedError, InvalidValueError, MissingExtraError, ModelFormatError, require
-from d3engine.model.source import ADAPTER_FILE, COMPANIONS, CONFIG_FILE
+from d3engine.model.source import ADAPTER_FILE, COMPANIONS, CONFIG_FILE, adapter_options
 from d3engine.utils.files import DATA_BYTES, free_bytes
 from d3engine.utils.progress import hides_bars
 
@@ -201,8 +201,7 @@ def _check_files(wanted: Repository, sizes: Mapping[str, int], *, is_adapter: bo
     if is_adapter and not (CONFIG_FILE in sizes and has_weights):
         raise ModelFormatError(
             f"{wanted.called} is an adapter, no model: name its base model, and the adapter, downloaded, by "
-            "`d3engine serve --lora-modules NAME=DIRECTORY`, `--lora DIRECTORY` of other commands, or lora_request in "
-            "Python"
+            f"{adapter_options('DIRECTORY')}"
         )
     if CONFIG_FILE not in sizes:
         raise ModelFormatError(f"{wanted.called} has no {CONFIG_FILE} in its repository")

@@ -78,9 +78,14 @@ def check_cache_bytes(settings: EngineSettings) -> None:
     if given is None:
         return
     require_integer("kv_cache_memory_bytes", given, settings.block_bytes * settings.config.num_layers)
-    there = machine_bytes() if settings.device.type == "cpu" else torch.cuda.mem_get_info(settings.device)[1]
+    there = _bytes_of(settings.device)
     allowed = f"at most the memory that is there, {there} bytes"
     require(there is None or given <= there, "kv_cache_memory_bytes", given, allowed)
+
+
+def _bytes_of(device: torch.device) -> int | None:
+    """All memory of a device; None where a system does not tell."""
+    return machine_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def check_memory(settings: EngineSettings) -> None:
@@ -124,7 +129,7 @@ def check_weights(settings: EngineSettings, part: Part) -> None:
     only patience.
     """
     weights, is_cpu = _held_bytes(settings, part), settings.device.type == "cpu"
-    there = machine_bytes() if is_cpu else torch.cuda.mem_get_info(settings.device)[1]
+    there = _bytes_of(settings.device)
     if there is None or weights <= there:
         return
     copied = _copied_bytes(settings) if is_cpu else weights

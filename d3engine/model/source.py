@@ -141,8 +141,14 @@ def instead_of_a_model(directory: Path) -> str:
         return ""
     base = read_json_object(directory / ADAPTER_FILE).get("base_model_name_or_path")
     named = f"{base!r:.200}" if isinstance(base, str) and base else "another model"
-    how = f"`d3engine serve --lora-modules NAME={directory}`, `--lora {directory}` of other commands, or lora_request"
-    return f", but an adapter of {named} ({ADAPTER_FILE}): name that as the model, and the adapter by {how} in Python"
+    how = adapter_options(str(directory))
+    return f", but an adapter of {named} ({ADAPTER_FILE}): name that as the model, and the adapter by {how}"
+
+
+def adapter_options(directory: str) -> str:
+    """What names an adapter beside its base model, in words."""
+    given = f"`d3engine serve --lora-modules NAME={directory}`, `--lora {directory}` of other commands"
+    return f"{given}, or lora_request in Python"
 
 
 def open_checkpoint(model: ModelSource) -> AbstractContextManager[Checkpoint]:
