@@ -148,21 +148,20 @@ class AdapterStore:
         require(other is None and known == number, "lora_int_id", number, allowed)
 
     def _read(self, name: str, path: Path) -> Adapter:
-        """Read files, and make room for what they hold; large ones take seconds, in which `_lock` is free."""
+        """Read files, and make room for what they held; large ones take seconds, in which `_lock` is free."""
         if self._absent is not None:
             raise InvalidValueError("lora_request", name, f"None here: {self._absent}")
         with self._lock:
-            if len(self._by_name) >= self._most:
-                oldest = next((one for one in self._by_name if one in self._passing), None)
-                allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
-                require(oldest is not None, "lora_name", name, allowed)
-                assert oldest is not None
-                self._forget(oldest)
+            allowed = f"absent: {self._most} adapters are loaded, max_loras at once (unload one)"
+            require(len(self._by_name) < self._most or bool(self._passing), "lora_name", name, allowed)
         try:
             adapter = read_adapter(name, path, self._config, **self._kind)
         except ModelFormatError as error:
             raise InvalidValueError("lora_path", str(path), f"an adapter of this model ({error})") from None
         self._on_read(adapter)
+        with self._lock:  # an adapter that cannot be read takes no other's place
+            if len(self._by_name) >= self._most:
+                self._forget(next(one for one in self._by_name if one in self._passing))
         return adapter
 
     def _forget(self, name: str) -> None:

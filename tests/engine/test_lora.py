@@ -238,6 +238,10 @@ def test_adapters_named_by_path_are_loaded_and_make_room(adapted: Adapted, alone
                 (output,) = engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=one)
                 assert output.outputs[0].token_ids == expected[name]
         assert engine.lora_adapters == {}
+        unread = {"lora_name": "new", "lora_path": "/nowhere"}
+        with pytest.raises(InvalidValueError, match="lora_path must be an adapter of this model"):
+            engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=unread)
+        assert engine.adapters.is_loaded(adapted.paths[name])  # what cannot be read takes no other's place
         engine.load_lora_adapter("kept", adapted.paths["all"])
         with pytest.raises(InvalidValueError, match="1 adapters are loaded, max_loras at once"):
             engine.load_lora_adapter("more", adapted.paths["some"])
