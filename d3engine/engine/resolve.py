@@ -249,6 +249,8 @@ def _speculation(given: EngineConfig) -> DepthPolicy | None:
     config: Mapping[str, Any] | str | None = given.speculative_config
     if given.draft_model is not None:
         require(config is None, "draft_model", given.draft_model, "absent with speculative_config, which names it")
+        is_path = isinstance(given.draft_model, str | os.PathLike) and os.fspath(given.draft_model) != ""
+        require(is_path, "draft_model", given.draft_model, "a Llama model, named as the engine's is")
         config = {"model": os.fspath(given.draft_model)}
     if config is None:
         return None

@@ -53,6 +53,9 @@ def test_config_stands_in_the_place_of_the_depth() -> None:
         Engine("demo", draft_model="demo", depth=D3(0.9, 0.6), **ENGINE)
     with pytest.raises(InvalidValueError, match="draft_model must be absent with speculative_config"):
         Engine("demo", draft_model="demo", speculative_config={"method": "ngram"}, **ENGINE)
+    for odd in ("", 5):
+        with pytest.raises(InvalidValueError, match="draft_model must be a Llama model"):
+            Engine("demo", draft_model=odd, **ENGINE)  # type: ignore[arg-type]
 
 
 def test_a_request_turns_drafts_off_for_itself() -> None:
