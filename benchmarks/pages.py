@@ -400,6 +400,17 @@ def students(name: str) -> Iterator[str]:
     yield from table(("generated tokens run", "layers saved", "KL, nats", "same likeliest token"), rows)
 
 
+def blocks(name: str) -> Iterator[str]:
+    """What stands for a window of layers."""
+    rows = []
+    for row in run(name)["rows"]:
+        trained = f"{row['trained'] / 1e6:.1f}, {row['seconds'] / 60:.0f} min" if "trained" in row else ""
+        runs = f"`{row['runs']}`" if "=" in row["runs"] else row["runs"]
+        rows.append((runs, f"{row['layers_saved']:.3g}", _kl(row), _agreement(row), trained))
+    header = ("generated tokens run", "layers saved", "KL, nats", "same likeliest token", "trained, millions")
+    yield from table(header, rows)
+
+
 def held_out(name: str) -> Iterator[str]:
     """What a student agrees in with full depth, by kind of text."""
     found = run(name)
@@ -561,6 +572,7 @@ TABLES = {
         tool_calls,
         left_out,
         students,
+        blocks,
         by_step,
         held_out,
         by_generation_step,

@@ -12,9 +12,9 @@ def result(name: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
 
 
-def words_of(page: str) -> str:
-    """The words of a page of the how-to pages, on one line."""
-    return " ".join((DOCS / "how-to" / page).read_text().split())
+def words_of(page: str, part: str = "how-to") -> str:
+    """The words of a page, on one line."""
+    return " ".join((DOCS / part / page).read_text().split())
 
 
 def test_the_cost_of_an_adapter_is_that_of_the_run() -> None:
@@ -49,6 +49,16 @@ def test_what_an_interval_of_admission_saves_is_that_of_the_run() -> None:
 def test_the_gain_by_own_layers_is_that_of_the_run() -> None:
     best = max(cell["speedup"]["median"] for cell in result("lossless-demo-cpu")["cells"])
     assert f"the bundled model gains {best:.2f} times at best" in words_of("speculative.md")
+
+
+def test_what_a_student_gains_alone_and_as_a_drafter_is_that_of_the_run() -> None:
+    cell = result("lossless-student-qwen2.5-coder-0.5b")["cells"][0]
+    assert cell["draft_length"] == 2
+    page = words_of("results.md", "explanation")
+    assert f"decodes {1 / cell['draft_cost']:.2f} times as fast as full depth on one thread" in page
+    accepted, speedup = cell["accepted_over_drafted"], cell["speedup"]
+    speed = f"{speedup['median']:.2f} ({speedup['min']:.2f} to {speedup['max']:.2f})"
+    assert f"{100 * accepted:.0f} % of drafts of two tokens are accepted, at {speed} of full depth's" in page
 
 
 def test_what_the_native_library_saves_is_that_of_the_runs() -> None:
