@@ -281,6 +281,20 @@ def test_neurons_of_low_scores_cost_less_than_others(run: AnswerPass, texts: lis
     assert losses == sorted(losses)
 
 
+def test_a_token_counts_by_the_root_of_what_its_neurons_matter() -> None:
+    """One at which neuron 0 matters 64 times as much as neuron 1 does at nine others leaves neuron 1 the first."""
+    gated = torch.zeros(12, 3)
+    gated[:2, 2] = 1e3  # a prompt, which counts for nothing
+    gated[2, 0], gated[3:, 1] = 64**0.25, 1
+    scores = {layer: torch.zeros(3) for layer in (0, 1)}
+    gates = {layer: gated.clone().requires_grad_() for layer in scores}
+    for gate in gates.values():
+        (gate.square() / 2).sum().backward()  # type: ignore[no-untyped-call]
+    widths._add_scores(scores, gates, prompt_length=2)
+    assert scores[0].tolist() == pytest.approx([64 / 128**0.5, 9 / 2**0.5, 0])
+    assert torch.equal(scores[0], scores[1])
+
+
 def test_widths_follow_one_order_of_all_neurons() -> None:
     """The layer whose neurons matter less becomes narrower, though never less than an eighth of what it was."""
     scores = {0: torch.arange(256.0), 1: torch.arange(256.0) + 200, 2: torch.full((256,), 1e-9)}

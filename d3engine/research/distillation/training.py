@@ -38,7 +38,7 @@ SAVE_EVERY = 20
 SLOWER = 10
 """Adam's rate by the state over that by the distribution."""
 
-SCORED_TEXTS = 64
+SCORED_TEXTS = 256
 """Answers by which neurons are ordered, at most; refitting takes all that it is given."""
 
 HEAD_ROWS = 32

@@ -3,9 +3,10 @@ that stay.
 
 What a neuron matters is the sum over generated tokens of (z dL/dz)^2, where z is its activation and L the negative log
 likelihood of a token drawn from the model's own distribution: to second order twice the KL divergence that its removal
-costs (the Fisher information of a mask on it: Theis et al., arXiv 1801.05787). Numbers of different layers compare, so
-layers that matter less become narrower. Refitting goes from below to above on the student's own states, towards full
-depth's: a layer makes up for what those under it have lost.
+costs (the Fisher information of a mask on it: Theis et al., arXiv 1801.05787). A token counts by the root of what all
+its neurons matter together; without that a few tokens decide, those that the model had thought unlikely. Numbers of
+different layers compare, so layers that matter less become narrower. Refitting goes from below to above on the
+student's own states, towards full depth's: a layer makes up for what those under it have lost.
 """
 
 from __future__ import annotations
@@ -84,12 +85,22 @@ def neuron_scores(
         with torch.no_grad():
             drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
         F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
-        for number, gated in gates.items():
-            assert gated.grad is not None
-            with torch.no_grad():
-                scores[number] += (gated.float() * gated.grad.float())[prompt:].square().sum(0)
+        _add_scores(scores, gates, prompt)
         progress()
     return scores
+
+
+@torch.no_grad()
+def _add_scores(scores: Mapping[int, Tensor], gates: Mapping[int, Tensor], prompt_length: int) -> None:
+    """Add a text's, by the activations [T, I] of its layers and their gradients."""
+    parts = {}
+    for number, gated in gates.items():
+        assert gated.grad is not None
+        parts[number] = (gated.float() * gated.grad.float())[prompt_length:].square()
+    together: Tensor = sum(part.sum(1) for part in parts.values())  # type: ignore[assignment]
+    weights = together.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
+    for number, part in parts.items():
+        scores[number] += weights @ part
 
 
 @dataclass
