@@ -51,7 +51,7 @@ def test_the_gain_by_own_layers_is_that_of_the_run() -> None:
     assert f"the bundled model gains {best:.2f} times at best" in words_of("speculative.md")
 
 
-def test_what_a_student_gains_alone_and_as_a_drafter_is_that_of_the_run() -> None:
+def test_what_a_student_gains_is_that_of_the_run() -> None:
     cell = result("lossless-student-qwen2.5-coder-0.5b")["cells"][0]
     assert cell["draft_length"] == 2
     page = words_of("results.md", "explanation")
