@@ -182,7 +182,7 @@ def train_command(
         Path | None,
         typer.Option("--begin", metavar="FILE", help="Or a student to train further, such as on more answers."),
     ] = None,
-    refit_texts: Annotated[int, typer.Option("--refit-texts", help="Answers that order and refit neurons, at most.")] = 256,
+    refit_texts: Annotated[int, typer.Option("--refit-texts", help="Answers that order and refit neurons.")] = 256,
     hidden_steps: Annotated[
         int, typer.Option("--hidden-steps", help="Steps by the hidden state behind the window, which are quick.")
     ] = 0,
