@@ -509,7 +509,7 @@ def _tell(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[O
 
 def _cost(found: Estimate) -> str:
     return (
-        f"about {max(0.1, found.gigabytes):.1f} GiB of memory, and {_in_words(found.seconds)} at the "
+        f"about {max(0.1, found.gigabytes):.1f} GiB of memory, and at least {_in_words(found.seconds)} at the "
         f"{found.gigaflops:.0f} GFLOP/s that this machine gives just now."
     )
 
