@@ -295,6 +295,14 @@ def test_a_token_counts_by_the_root_of_what_its_neurons_matter() -> None:
     assert torch.equal(scores[0], scores[1])
 
 
+def test_tokens_are_drawn_as_the_model_gives_them() -> None:
+    logits = torch.tensor([-torch.inf, 0, 1, -torch.inf, 2, -torch.inf]).repeat(20_000, 1)
+    drawn = widths._drawn(logits, torch.Generator().manual_seed(0))
+    counts = torch.bincount(drawn, minlength=6)
+    expected = logits[0].softmax(0) * len(logits)
+    assert bool(((counts - expected).abs() <= 4 * expected.sqrt()).all())
+
+
 def test_widths_follow_one_order_of_all_neurons() -> None:
     """The layer whose neurons matter less becomes narrower, though never less than an eighth of what it was."""
     scores = {0: torch.arange(256.0), 1: torch.arange(256.0) + 200, 2: torch.full((256,), 1e-9)}

@@ -83,11 +83,18 @@ def neuron_scores(
             hidden = hidden + linear(gated, layer.down, layer.down_bias)
         logits = run.logits(hidden[prompt:])
         with torch.no_grad():
-            drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
+            drawn = _drawn(logits, generator)
         F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
         _add_scores(scores, gates, prompt)
         progress()
     return scores
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token id of each row of logits [T, V]: one random number a row, where `multinomial` takes one a column."""
+    below = logits.softmax(-1).cumsum(-1)
+    at = torch.rand(len(logits), 1, generator=generator) * below[:, -1:]
+    return torch.searchsorted(below, at, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
 
 
 @torch.no_grad()
