@@ -38,7 +38,7 @@ from d3engine.cli.engine_options import (
     takes_engine,
     use_threads,
 )
-from d3engine.errors import NOTHING, integer_in, require, require_integer, require_number
+from d3engine.errors import NOTHING, InvalidValueError, integer_in, require, require_integer, require_number
 from d3engine.utils.files import sha256_of
 from d3engine.utils.progress import counting, progress_bar
 
@@ -83,13 +83,19 @@ def answers_command(
         int, typer.Option("--held-out-texts", help="Answers to other prompts, to judge on.")
     ] = 64,
     kinds: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--kinds",
             help="Kinds of prompts, with commas: instructions, code, arithmetic; chat, which the model makes up; "
-            "gsm8k, training questions of --data.",
+            f"gsm8k, training questions of --data.  [default: {KINDS}]",
         ),
-    ] = KINDS,
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="Or your own: a line each, or a .json list, asked by the chat template."
+        ),
+    ] = None,
     prompts_of: Annotated[
         Path | None, typer.Option("--prompts-of", metavar="FILE", help="Or the prompts of these answers, in order.")
     ] = None,
@@ -111,14 +117,28 @@ def answers_command(
     require_integer("--texts", texts, 1)
     require_integer("--held-out-texts", held_out_texts, 1)
     require_integer("--max-tokens", max_tokens, 3)
-    from d3engine.research.distillation.corpus import ALL_KINDS, GSM8K, add_answers, asked_again, asked_of, read_parts
-    from d3engine.research.distillation.corpus import prompts_of as prompts_of_kinds
+    from d3engine.research.distillation.corpus import (
+        ALL_KINDS,
+        GSM8K,
+        add_answers,
+        asked_again,
+        asked_of,
+        prompts_of_file,
+        prompts_of_kinds,
+        read_parts,
+    )
 
-    names = [name.strip() for name in kinds.split(",") if name.strip()]
+    names = [name.strip() for name in (KINDS if kinds is None else kinds).split(",") if name.strip()]
     known = names and all(name in ALL_KINDS for name in names) and len(set(names)) == len(names)
     require(bool(known), "--kinds", kinds, f"different ones of {', '.join(ALL_KINDS)}")
     require(GSM8K not in names or data is not None, "--data", NOTHING, "given for the kind gsm8k")
     require(depth is None or prompts_of is not None, "--prompts-of", NOTHING, "given beside --depth")
+    sources = {"--kinds": kinds, "--prompts": prompts, "--prompts-of": prompts_of}
+    given = {option: str(value) for option, value in sources.items() if value is not None}
+    for option in list(given)[1:]:
+        raise InvalidValueError(option, given[option], f"left out beside {next(iter(given))}")
+
+    of_file = None if prompts is None else prompts_of_file(prompts, held_out_texts, texts)
 
     import random
 
@@ -133,13 +153,11 @@ def answers_command(
     with Engine(model, depth=FullDepth(), **engine_arguments(model, engine_options)) as engine:
         name = fingerprint(engine.directory)
         if prompts_of is None:
-            held_out, own = (
-                [
-                    asked_of(engine, kind, prompt)
-                    for kind, prompt in prompts_of_kinds(engine, names, count, seed, data, held_out=part)
-                ]
+            parts = of_file or [
+                prompts_of_kinds(engine, names, count, seed, data, held_out=part)
                 for count, part in ((held_out_texts, True), (texts, False))
-            )
+            ]
+            held_out, own = ([asked_of(engine, kind, prompt) for kind, prompt in part] for part in parts)
             random.Random(seed).shuffle(own)  # so that a file that is not finished has all kinds
         else:
             at = [depth or "full"]

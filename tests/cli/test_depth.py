@@ -551,3 +551,25 @@ def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) 
     path, name = tmp_path / "cut.jsonl", fingerprint(model_directory("demo"))
     path.write_text(answers.read_text() + '{"kind": "co')
     assert read_corpus(path, name) == read_corpus(answers, name)
+
+
+def test_a_user_s_own_prompts_are_answered(tmp_path: Path) -> None:
+    """One in eight is held out, each is asked once, and a file without one of a part is refused before any work."""
+    asked = [f"What is {number} and {number}?" for number in range(24)]
+    file, path = tmp_path / "prompts.txt", tmp_path / "own.jsonl"
+    file.write_text("\n".join(asked + asked[:5]))
+    words = ["depth", "answers", "demo", "--prompts", str(file), "--out", str(path), "--max-tokens", "4"]
+    report_of([*words, "--texts", "7", "--held-out-texts", "2"])
+    report_of(words)
+    name = fingerprint(model_directory("demo"))
+    with Engine("demo") as engine:
+        encode = engine.get_tokenizer().encode
+    expected = {tuple(encode(f"Question: {prompt}\nAnswer:")): is_held_out(prompt) for prompt in asked}
+    found = read_corpus(path, name)
+    assert len(found) == len(asked)
+    assert {tuple(one.prompt_ids): one.held_out for one in found} == expected
+    assert {one.kind for one in found} == {"own"}
+    assert "--kinds" in refused([*words, "--kinds", "code", "--prompts-of", str(path)])
+    for few in ([one for one in asked if is_held_out(one)], [one for one in asked if not is_held_out(one)]):
+        file.write_text("\n".join(few))
+        assert "a file of more prompts" in refused(words).replace("\n", " ")

@@ -69,8 +69,11 @@ def open_model(model: str, options: dict[str, Any]) -> tuple[Engine, Observer]:
     return Engine(model, depth=FullDepth(), weights=weights, **options), Observer(config, weights)
 
 
-def read_prompts(path: Path, limit: int) -> list[str]:
-    """The first prompts of a file: one per line, or in a `.json` file a list of texts, which may have several lines."""
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """The prompts of a file, or the first of them.
+
+    They are one per line, or in a `.json` file a list of texts, which may have several lines.
+    """
     allowed = "a file of UTF-8 text with a prompt on each line, or a .json file with a list of texts"
     try:
         text = read_text(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy, FullDepth
 from d3engine.errors import D3EngineError, InvalidValueError, require
-from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
+from d3engine.research.distillation.prompts import HELD_OUT_EVERY, KINDS, is_held_out, written_prompts
 from d3engine.research.evaluation.kept import Prompt
 from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BATCH = 128
 """Prompts that are answered together, and written together: enough that few rows stand empty at the end."""
 
-CHAT, GSM8K = "chat", "gsm8k"
+CHAT, GSM8K, OWN = "chat", "gsm8k", "own"
 ALL_KINDS = (*KINDS, CHAT, GSM8K)
 
 CORPUS_BYTES = 4 * 2**30
@@ -83,7 +83,7 @@ def in_turns(answers: Sequence[OwnAnswer]) -> list[OwnAnswer]:
     return [one for turn in zip_longest(*(by_kind[kind] for kind in sorted(by_kind))) for one in turn if one]
 
 
-def prompts_of(
+def prompts_of_kinds(
     engine: Engine, kinds: Sequence[str], count: int, seed: int, data: Path | None, *, held_out: bool
 ) -> list[tuple[str, str]]:
     """(kind, prompt): `count` prompts in all, as many of each kind, of one part."""
@@ -100,6 +100,21 @@ def prompts_of(
             own = written_prompts(kind, each, seed, held_out=held_out)
         found += [(kind, prompt) for prompt in own[:each]]
     return found
+
+
+def prompts_of_file(path: Path, held_out: int, others: int) -> list[list[tuple[str, str]]]:
+    """(kind, prompt): that many prompts at most that are held out, and that many that are not, of a user's file.
+
+    Raises `InvalidValueError` for a file without one of a part.
+    """
+    from d3engine.research.analysis.answers import read_prompts
+
+    parts: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    for prompt in dict.fromkeys(read_prompts(path)):
+        parts[is_held_out(prompt)].append((OWN, prompt))
+    enough = f"a file of more prompts: one in {HELD_OUT_EVERY} is held out, by its hash, the others are trained on"
+    require(all(parts.values()), "--prompts", str(path), enough)
+    return [parts[True][:held_out], parts[False][:others]]
 
 
 def _gsm8k(data: Path | None) -> list[str]:
