@@ -496,12 +496,13 @@ def estimate_widths(run: AnswerPass, texts: Sequence[OwnAnswer], num_layers: int
     whole = answer + sum(len(one.prompt_ids) for one in texts) / count
     flops = 6 * min(count, SCORED_TEXTS) * (whole * config.num_layers * layer + answer * head)
     flops += 2 * count * (whole + answer) * config.num_layers * layer
-    # Sums over rows are float32 whatever the passes are, a fifth as fast where a processor multiplies bfloat16.
-    refitted = num_layers * kept * (2 * count * answer * (kept + hidden) + kept * kept)
+    flops += num_layers * kept * kept * 2 * count * answer
+    # The rest of a layer's equations is float32 whatever the passes are, a fifth as fast where AMX multiplies bfloat16.
+    refitted = num_layers * kept * (4 * count * answer * hidden + kept * kept)
     graph = whole * config.num_layers * (4 * config.intermediate_size + 8 * hidden) * size
     scoring = graph + 3 * 4 * config.vocab_size * answer
     # Of texts and of down matrices there are copies while a state is saved.
-    refitting = count * (3 * (whole + answer) * hidden + answer * kept) * size
+    refitting = count * (3 * (whole + answer) * hidden + answer * kept) * size + 4 * count * answer * hidden
     refitting += 4 * kept * (3 * kept + 2 * num_layers * hidden)
     total = (config.num_layers * layer + 2 * head) * size + max(scoring, refitting)
     speed = _flops_a_second(run.weights.dtype, hidden, config.intermediate_size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,9 @@ MULTIPLE = 32
 
 NARROWEST = 1 / 8
 """Of a layer's neurons as many stay at least."""
+
+SUMMED_ROWS = 2048
+"""Rows whose products are one: as many as make its multiplications, not its result, take the time."""
 
 SAVE_SECONDS = 60.0
 """Between two saved states of a refitting at least: one of Coder-0.5B and 400 answers takes half a gigabyte."""
@@ -151,6 +154,11 @@ class _Stream:
     rotations: Sequence[Tensor]
 
 
+def _joined(texts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The rows of all texts, `SUMMED_ROWS` at once."""
+    return iter(torch.split(torch.cat(list(texts)), SUMMED_ROWS))
+
+
 @torch.no_grad()
 def narrow(
     run: AnswerPass,
@@ -205,22 +213,24 @@ def _narrow_layer(
     """Take the student's rows through a layer of which these neurons stay; the down matrix nearest to their own that
     brings them to full depth's rows (ridge regression of the difference)."""
     layer = run.weights.layers[number]
-    rows = narrowed(layer, neurons)
-    assert isinstance(rows, Tensor)
-    own = replaced(layer, {"gate_up": rows}, run.weights.dtype)
+    gate_up = narrowed(layer, neurons)
+    assert isinstance(gate_up, Tensor)
+    own = replaced(layer, {"gate_up": gate_up}, run.weights.dtype)
     start = matrix_of(layer.down, torch.float32)[:, neurons]
     bias = None if layer.down_bias is None else layer.down_bias.float()
-    products, crossed = torch.zeros(len(neurons), len(neurons)), torch.zeros(len(neurons), start.shape[0])
     behind: list[Tensor] = []
+    left: list[Tensor] = []
     for stream, before in zip(streams, entries, strict=True):
         rotations = stream.rotations[number][stream.prompt_length :]
         stream.own, _ = run.attention(number, own, stream.own, rotations, before)
         behind.append(gated_rows(run.config, own, stream.own))
-        gated = behind[-1].float()
-        left = stream.full[stream.prompt_length :].float() - stream.own.float() - F.linear(gated, start, bias)
-        products.addmm_(gated.T, gated)
-        crossed.addmm_(gated.T, left)
-    num_rows = sum(len(gated) for gated in behind)
+        left.append(stream.full[stream.prompt_length :].float() - stream.own.float())
+    products, crossed = torch.zeros(len(neurons), len(neurons)), torch.zeros(len(neurons), start.shape[0])
+    for rows, lacking in zip(_joined(behind), _joined(left), strict=True):
+        products += rows.T @ rows
+        gated = rows.float()
+        crossed.addmm_(gated.T, lacking - F.linear(gated, start, bias))
+    num_rows = sum(map(len, behind))
     ridge = RIDGE * math.sqrt(RIDGE_ROWS / num_rows) if num_rows > RIDGE_ROWS else RIDGE
     products.diagonal().add_(ridge * products.diagonal().mean())
     down: Tensor = start + torch.linalg.solve(products, crossed).T
