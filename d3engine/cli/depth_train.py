@@ -520,9 +520,11 @@ def _tell(training: Distillation, own: Sequence[OwnAnswer], held_out: Sequence[O
     from d3engine.research.distillation.training import estimate
 
     cost = _cost(estimate(training, own, held_out))
-    tokens = sum(one.positions for one in own)
-    trained = f"{training.num_trained / 1e6:.1f} million numbers trained"
-    note(f"{len(own)} answers of {tokens:,} tokens to train on; {trained}; {cost}")
+    what = "no steps: the student is judged as it is"
+    if training.options.all_steps:
+        answers = f"{len(own)} answers of {sum(one.positions for one in own):,} tokens"
+        what = f"{answers} to train on; {training.num_trained / 1e6:.1f} million numbers trained"
+    note(f"{what}; {cost}")
 
 
 def _cost(found: Estimate) -> str:

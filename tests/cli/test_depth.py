@@ -393,7 +393,7 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     words = ["depth", "train", "demo", "--answers", str(answers), "--window", "9:12", "--width", "0.5"]
     words += ["--narrowed", "12:16", "--hidden-steps", "4", "--steps", "3", "--judge-every", "3"]
     result = succeed([*words, "--out", str(out), "--report", str(report), "--seed", "1"])
-    told = ("order the neurons of 4 layers", "GiB of memory", "to train on")
+    told = ("order the neurons of 4 layers", "GiB of memory", "to train on", "million numbers trained")
     assert sorted(map(result.stderr.index, told)) == list(map(result.stderr.index, told))
     assert "step 3 of 7: loss" in result.stderr
     found = json.loads(report.read_text())
@@ -429,7 +429,10 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
 def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) -> None:
     """The same prompts answered at another depth make a second file to train on; full depth judges both."""
     student = tmp_path / "student.safetensors"
-    first = report_of(["depth", "train", "demo", "--answers", str(answers), "--width", "0.3", "--out", str(student)])
+    train = ["depth", "train", "demo", "--answers", str(answers), "--width", "0.3", "--out", str(student)]
+    result = succeed([*train, "--json"])
+    assert "no steps: the student is judged as it is; about" in result.stderr.replace("\n", " ")
+    first = json.loads(result.stdout)
     held = read_student(student, ModelConfig.from_directory(model_directory("demo"))).layers
     assert {name for own in held.values() for name in own} == {NEURONS, "down"}, "nothing else was changed"
     policy, other = f"distilled student={student}", tmp_path / "other.jsonl"
