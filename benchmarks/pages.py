@@ -412,13 +412,6 @@ def blocks(name: str) -> Iterator[str]:
     yield from table(header, rows)
 
 
-def held_out(name: str) -> Iterator[str]:
-    """What a student agrees in with full depth, by kind of text."""
-    found = run(name)
-    rows = [(kind, _kl(one), _agreement(one)) for kind, one in found["held_out"].items()]
-    yield from table((f"held out, {found['layers_saved']:.2f} layers saved", "KL, nats", "same likeliest token"), rows)
-
-
 def by_step(name: str) -> Iterator[str]:
     """KL divergence of the same policies by generation step."""
     rows = run(name)["measured"]["policies"]
@@ -575,7 +568,6 @@ TABLES = {
         students,
         blocks,
         by_step,
-        held_out,
         by_generation_step,
         windows,
         bridged,
