@@ -117,9 +117,12 @@ def generate(
     require(problem_seed is None, "--problem-seed", problem_seed, "absent where there is a prompt")
     if chat:
         require(not raw_prompt, "--raw-prompt", NOTHING, "given without --chat")
+        from d3engine.model.config import ModelConfig
         from d3engine.text.chat_template import load_chat_template
 
-        has_template = load_chat_template(model_directory(model)) is not None
+        directory = model_directory(model)
+        ModelConfig.from_directory(directory)  # where there is no model, that is what is wrong
+        has_template = load_chat_template(directory) is not None
         require(has_template, "--chat", NOTHING, "absent, since the model has no chat template")
     engine = open_engine(model, engine_options, depth)
     params = sampling_params(engine, sampling)

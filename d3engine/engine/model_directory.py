@@ -165,7 +165,7 @@ def _existing(model: Name) -> Path | None:
     if not str(model) or not path.is_dir():  # Path("") would be the current directory
         return None
     models = gguf_models(file.name for file in path.glob("*.gguf"))
-    if not models or any(path.glob("*.safetensors")):
+    if not models or any(path.glob("model*.safetensors*")):  # others may be a GGUF file's student or bridges
         return path
     # The rule of a repository of the hub, of which such folders are copies.
     chosen = list(models) if len(models) == 1 else choose_models(models, DEFAULT_QUANTIZATION)

@@ -97,6 +97,8 @@ def test_chat_asks_by_the_template(tmp_path: Path, engine: Engine) -> None:
     assert "--raw-prompt" in refusal(str(directory), "Tom", "--chat", "--raw-prompt")
     (directory / "chat_template.jinja").unlink()
     assert "--chat must be absent" in refusal(str(directory), "Tom", "--chat")
+    (directory / "config.json").unlink()
+    assert "config.json is missing" in refusal(str(directory), "Tom", "--chat")
     assert "--chat must be given with a prompt (d3engine chat demo" in refusal("demo", "--chat")
 
 

@@ -298,6 +298,8 @@ def test_folder_stands_for_its_one_gguf_or_q4_k_m(small: Path, tmp_path: Path) -
     with pytest.raises(InvalidValueError, match=named):
         Engine(folder)
     shutil.copy(small, folder / "tiny-Q4_K_M.gguf")
+    for beside in ("student.safetensors", "bridges.safetensors"):  # of depth train, calibrate and bridge fit
+        (folder / beside).touch()
     assert model_directory(str(folder)) == folder / "tiny-Q4_K_M.gguf"
     (folder / "model.safetensors").touch()
     assert model_directory(folder) == folder
