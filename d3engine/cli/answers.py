@@ -130,6 +130,8 @@ class Run:
 
     answers: list[Answer]
     num_layers: int
+    narrower: float = 0.0
+    """Layers' worth of matrices, of all tokens, that a student's narrower MLPs did not run."""
     seconds: float = 0.0
     kv_bytes_saved: int = 0
     interrupted: bool = False
@@ -167,7 +169,8 @@ class Run:
     def _drafting_or_layers(self) -> list[str]:
         """Of drafts, whose layers come on top of a token's own, their yield; else the layers of a token."""
         if not self.verifications:
-            return [f"{self.mean_layers:.2f} of {self.num_layers} layers per token"]
+            spared, worth = self.narrower / max(len(self.depths), 1), "' worth" if self.narrower else ""
+            return [f"{self.mean_layers - spared:.2f} of {self.num_layers} layers{worth} per token"]
         produced = 1 + self.accepted_tokens / self.verifications
         return [
             f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted",
@@ -224,6 +227,8 @@ def run_answers(
     run.seconds = time.perf_counter() - began
     after = engine.stats()
     run.kv_bytes_saved = after.kv_bytes_saved_at_end - before.kv_bytes_saved_at_end
+    policy = params.depth or engine.depth
+    run.narrower = sum(engine.bridges.students_save(policy, len(answer.depths)) for answer in answers)
     for name in ("drafted_tokens", "accepted_tokens", "verifications"):
         setattr(run, name, getattr(after, name) - getattr(before, name))
     return run

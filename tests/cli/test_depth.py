@@ -409,7 +409,9 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert [one["policy"] for one in described] == [policy, "[0, 15)", "[1, 16)"]
     assert described[0]["layers_saved"] == pytest.approx(found["layers_saved"])
     assert described[0]["by_position"]["1-48"]["kl"] == pytest.approx(described[0]["all"]["kl"])
-    succeed(["generate", "demo", "Question: Tom has 5 pens.", "--depth", policy, "--max-tokens", "8"])
+    generate = ["generate", "demo", "Question: Tom has 5 pens.", "--max-tokens", "8", "--ignore-eos"]
+    wanted = 16 - found["layers_saved"] * 7 / 8  # the first token is the prompt's
+    assert f"8 tokens, {wanted:.2f} of 16 layers' worth per token" in succeed([*generate, "--depth", policy]).stderr
     scored = report_of(["eval", "demo", "--depth", policy, "--limit", "2", "--max-tokens", "20"])
     (cost,) = scored["benchmarks"][0]["scores"]
     tokens = cost["tokens"]
