@@ -139,6 +139,9 @@ def in_channels(values: Tensor, order: Tensor | None) -> Tensor:
 ROUNDED_COLUMNS = 32
 """Columns of a matrix that `quantize_blocks` takes are a multiple of this."""
 
+ROUNDED_ROWS = 128
+"""Rows that it rounds at once."""
+
 
 def quantize_blocks(matrix: Tensor, type_name: str) -> BlockWeight:
     """Round a float matrix [N, K] to ggml's Q4_0 or Q5_0: 4 or 5 bits and a float16 scale for 32 columns.
@@ -148,6 +151,12 @@ def quantize_blocks(matrix: Tensor, type_name: str) -> BlockWeight:
     """
     if matrix.shape[1] % ROUNDED_COLUMNS or not bool(torch.isfinite(matrix).all()):
         raise ValueError("a matrix of finite numbers, with a multiple of 32 columns")
+    blocks = torch.cat([_quantized(rows, type_name) for rows in torch.split(matrix, ROUNDED_ROWS)])
+    return BlockWeight(type_name, blocks.contiguous(), matrix.shape[1])
+
+
+def _quantized(matrix: Tensor, type_name: str) -> Tensor:
+    """The blocks, uint8 [N, bytes], of so few rows that what comes in between stays in a processor's cache."""
     half = {"Q4_0": 8, "Q5_0": 16}[type_name]
     groups = matrix.float().view(matrix.shape[0], -1, ROUNDED_COLUMNS)
     extremes = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
@@ -166,7 +175,7 @@ def quantize_blocks(matrix: Tensor, type_name: str) -> BlockWeight:
         fifth = (best >> 4).view(*best.shape[:2], 4, 8) << torch.arange(8, dtype=torch.uint8)
         made.append(fifth.sum(3, dtype=torch.uint8))
     made.append(low[:, :, :16] | low[:, :, 16:] << 4)
-    return BlockWeight(type_name, torch.cat(made, dim=2).flatten(1).contiguous(), matrix.shape[1])
+    return torch.cat(made, dim=2).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)

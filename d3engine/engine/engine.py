@@ -73,6 +73,7 @@ class Engine(Chats, EngineProperties):
             # What does not fit the model is refused before the weights are loaded.
             self._requests = NewRequests(settings, self.tokenizer, self.bridges, self.adapters)
             self.scheduler, self.executor = assemble(settings, self.tokenizer, config.weights, self.bridges)
+            self.executor.make_students()
             if settings.warms_up:
                 warm_up(
                     self.executor,

@@ -24,7 +24,7 @@ class EngineStats:
     native library; the others, such as prompts beside graphs, are `eager_steps`, whose operations the host called, for
     one sequence at least.
     `bridge_bytes` is the memory of the bridges that policies have named, `student_bytes` that of the matrices of
-    students that steps have run, beyond the model's own.
+    students that are made, beyond the model's own.
     `layers_run` are all layers run for the tokens generated, `layers_full` what full depth would have run for them;
     `token_layers[d]` counts the tokens that took d layers (the last: or more, as a drafted token's share may). Of each
     step: its seconds and rows; a run of steps that a device takes by itself counts as steps of equal length. Of each

@@ -260,6 +260,10 @@ class GraphExecutor(Executor):
         rows.num_rows.fill_(count)
         rows.taken.zero_()
 
+    def make_students(self) -> None:
+        """Those of the eager executor, which runs their rows."""
+        self._eager.make_students()
+
     def take_largest(self) -> None:
         """Capture a graph that needs most memory: all rows through all layers, and a choice that needs logits and more.
 

@@ -41,6 +41,10 @@ class DraftTargetExecutor(Executor):
             return self.second.logit_rows
         return 0
 
+    def make_students(self) -> None:
+        """Those of the first model."""
+        self.first.make_students()
+
     def take_largest(self) -> None:
         """As both executors do."""
         for executor in executors_of(self):

@@ -106,9 +106,13 @@ class EagerExecutor(Executor):
         given = self._adapter_slots
         return None if given is None else AdapterSlots(self.model.config, *given, self.device)
 
-    def take_largest(self) -> None:
-        """Load the student of the engine's policy; what else a step needs is gone after it."""
+    def make_students(self) -> None:
+        """Those that run step by step."""
         self.students.make_known()
+
+    def take_largest(self) -> None:
+        """The students of the engine's policy; what else a step needs is gone after it."""
+        self.make_students()
 
     def run(self, plan: Plan) -> Computed:
         """Run one step; KV entries are written into the pool."""

@@ -99,7 +99,7 @@ class ExecutorStats:
     """Which executor and backend run, and its steps by who took them: a graph, the native library, or host and torch.
 
     With CUDA graphs also how many were captured, in how many seconds, and what memory they take. `bridge_bytes` is what
-    the bridges take that policies have named, `student_bytes` the matrices of students that steps have run.
+    the bridges take that policies have named, `student_bytes` the matrices of students that are made.
     """
 
     executor: str = "eager"
@@ -138,6 +138,9 @@ class Executor:
     def run_share(self, plan: Plan) -> Computed:
         """The logits of a single step, whose copies of entries are the caller's; of executors that have students."""
         raise TypeError(f"{type(self).__name__} has no students")
+
+    def make_students(self) -> None:
+        """Make the weights of the students that the engine's policy names: no request should wait for them."""
 
     def take_largest(self) -> None:
         """Take the memory that the largest step by itself will need, if that is not taken from the beginning."""

@@ -130,6 +130,10 @@ class NativeExecutor(Executor):
         self.stats.backend = "native"
         self.stats.executor = f"native ({self._decoder.isa}, threads: {num_threads})"
 
+    def make_students(self) -> None:
+        """Those that run over this executor's pool."""
+        self._students.make_known()
+
     def draft_with(self, draft_model: NativeExecutor | None) -> None:
         """Let a second model, of the same vocabulary, draft in multi-step plans, and time the steps of both."""
         self._draft_model = draft_model

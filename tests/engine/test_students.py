@@ -20,6 +20,7 @@ from transformers_oracle import assert_answers
 from d3engine import Distilled, Engine, FullDepth, SamplingParams, SelfSpeculative, Width
 from d3engine.depth import DepthPolicy, policy_from_dict
 from d3engine.engine import resolve
+from d3engine.engine.executors import build_executor
 from d3engine.errors import InvalidValueError, ModelFormatError
 from d3engine.executor import bridging
 from d3engine.executor.bridging import BridgeStore
@@ -187,17 +188,26 @@ def test_a_students_run_ends_before_other_weights_run(make_engine: MakeEngine, m
     assert followed[0] is None
 
 
-@pytest.mark.parametrize("executor", ["eager", "graphs"])
-def test_engines_own_student_counts_in_the_largest_step(
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("executor", ["eager", "graphs", "native"])
+def test_no_request_waits_for_the_engines_own_student(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, executor: str
 ) -> None:
-    """The engine's own student counts as what the largest step takes."""
+    """The engine's own student is there when it opens, and counts in the largest step; others are made when asked."""
     monkeypatch.setattr(resolve, "executor_for", lambda *given: executor)
-    for policy, names in ((POLICY, ["auto"]), (FullDepth(), [])):
+    bytes_of = []
+    for policy in (POLICY, FullDepth()):
         with make_engine(depth=policy) as engine:
-            engine.executor.take_largest()
-            students = getattr(engine.executor, "_eager", engine.executor).students
-            assert [name for name, _ in students.made()] == names
+            at_first = engine.stats().student_bytes
+            if executor != "native":  # whose memory is no device's
+                trial = build_executor(engine.settings, engine.executor.model.weights, 8, bridges=engine.bridges)
+                trial.take_largest()
+                assert trial.stats.student_bytes == at_first
+            engine.generate(PROMPTS, asked(POLICY), use_tqdm=False)
+            bytes_of.append((at_first, engine.stats().student_bytes))
+    whole = bytes_of[0][0]
+    assert whole > 0
+    assert bytes_of == [(whole, whole), (0, whole)]
 
 
 def test_a_gpus_weights_are_not_loaded_again_for_a_student(made: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
