@@ -166,6 +166,9 @@ def answers_command(
                 at += bridge_hashes(engine, [policy]).values()
             own, held_out = ([asked_again(one, " ".join(at)) for one in part] for part in read_parts(prompts_of, name))
             own, held_out = own[:texts], held_out[:held_out_texts]
+        for option, wanted, part in (("--held-out-texts", held_out_texts, held_out), ("--texts", texts, own)):
+            if len(part) < wanted:
+                note(f"note: there are prompts for {len(part)} of {wanted} answers ({option})")
         asked = held_out + own
         with counting("answers", "text", len(asked)) as advance:
             tokens = add_answers(engine, out, name, asked, max_tokens, policy, advance)

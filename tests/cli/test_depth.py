@@ -564,8 +564,9 @@ def test_a_user_s_own_prompts_are_answered(tmp_path: Path) -> None:
     file, path = tmp_path / "prompts.txt", tmp_path / "own.jsonl"
     file.write_text("\n".join(asked + asked[:5]))
     words = ["depth", "answers", "demo", "--prompts", str(file), "--out", str(path), "--max-tokens", "4"]
-    report_of([*words, "--texts", "7", "--held-out-texts", "2"])
-    report_of(words)
+    assert "there are prompts" not in succeed([*words, "--texts", "7", "--held-out-texts", "2"]).stderr
+    training = sum(not is_held_out(prompt) for prompt in asked)
+    assert f"there are prompts for {training} of 2000 answers (--texts)" in succeed(words).stderr
     name = fingerprint(model_directory("demo"))
     with Engine("demo") as engine:
         encode = engine.get_tokenizer().encode
