@@ -26,7 +26,7 @@ from d3engine.research.analysis.answers import same_beginning
 from d3engine.research.bridges.judging import skipping
 from d3engine.research.distillation import training as module
 from d3engine.research.distillation import widths
-from d3engine.research.distillation.corpus import OwnAnswer, read_corpus
+from d3engine.research.distillation.corpus import OwnAnswer, add_answers, asked_of, read_corpus
 from d3engine.research.distillation.judging import Agreement, Judgeable, judge, judgeable_of
 from d3engine.research.distillation.passes import AnswerPass, layers_of, replaced
 from d3engine.research.distillation.prompts import KINDS, is_held_out, written_prompts
@@ -556,6 +556,26 @@ def test_a_last_line_that_was_cut_off_is_dropped(answers: Path, tmp_path: Path) 
     path, name = tmp_path / "cut.jsonl", fingerprint(model_directory("demo"))
     path.write_text(answers.read_text() + '{"kind": "co')
     assert read_corpus(path, name) == read_corpus(answers, name)
+
+
+def test_answers_are_written_as_they_come(tmp_path: Path) -> None:
+    """In the order of the prompts; what Ctrl-C has left is asked later, and the engine goes on."""
+    path, name, seen = tmp_path / "own.jsonl", fingerprint(model_directory("demo")), list[int]()
+
+    def interrupted() -> None:
+        seen.append(len(read_corpus(path, name)))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with Engine("demo", max_num_seqs=2) as engine:
+        asked = [asked_of(engine, "own", f"What is {number} and 2?") for number in range(8)]
+        with pytest.raises(KeyboardInterrupt):
+            add_answers(engine, path, name, asked, 12, progress=interrupted)
+        assert seen == [1, 2, 3]
+        begun = path.read_text()
+        add_answers(engine, path, name, asked, 12)
+    assert path.read_text().startswith(begun)
+    assert [one.key for one in read_corpus(path, name)] == [one.key for one in asked]
 
 
 def test_a_user_s_own_prompts_are_answered(tmp_path: Path) -> None:

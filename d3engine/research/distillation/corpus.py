@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d3engine.depth import DepthPolicy, FullDepth
-from d3engine.errors import D3EngineError, InvalidValueError, require
+from d3engine.errors import D3EngineError, FailedError, InvalidValueError, require
 from d3engine.research.distillation.prompts import HELD_OUT_EVERY, KINDS, is_held_out, written_prompts
 from d3engine.research.evaluation.kept import Prompt
 from d3engine.utils.files import append_lines, as_json, is_there, read_text
 
 if TYPE_CHECKING:
     from d3engine.engine.engine import Engine
-
-BATCH = 128
-"""Prompts that are answered together, and written together: enough that few rows stand empty at the end."""
+    from d3engine.request.outputs import RequestOutput
 
 CHAT, GSM8K, OWN = "chat", "gsm8k", "own"
 ALL_KINDS = (*KINDS, CHAT, GSM8K)
@@ -163,10 +161,11 @@ def add_answers(
 ) -> int:
     """Answer the prompts that the file does not have, and write the answers to its end; returns its generated tokens.
 
-    Answers are at full depth, or at `depth`. `progress` is called for each text, those that were there already among
-    them. Raises `InvalidValueError` beside answers of another `max_tokens`.
+    Answers are at full depth, or at `depth`, and are written in the order of the prompts, each as soon as those before
+    it are there. `progress` is called for each text, those that were there already among them. Raises
+    `InvalidValueError` beside answers of another `max_tokens`, `FailedError` for an answer that a fault has ended.
     """
-    from d3engine.request.params import SamplingParams
+    from d3engine.request.params import RequestOutputKind, SamplingParams
 
     known: dict[str, OwnAnswer] = {}
     if is_there(path) and (lines := _whole_lines(path)):
@@ -182,18 +181,29 @@ def add_answers(
             progress()
         else:
             left.append(question)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=depth or FullDepth())
-    for first in range(0, len(left), BATCH):
-        batch = left[first : first + BATCH]
-        lines = []
-        outputs = engine.generate([question.prompt for question in batch], params, use_tqdm=False)
-        for question, output in zip(batch, outputs, strict=True):
-            ids = list(output.outputs[0].token_ids)
-            one = OwnAnswer(question.kind, question.held_out, question.key, list(output.prompt_token_ids), ids)
-            lines.append(json.dumps(asdict(one)))
+    kind = RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, depth=depth or FullDepth(), output_kind=kind)
+    ids = [f"answer-{nth}" for nth in range(len(left))]
+    ended: dict[str, RequestOutput] = {}
+    try:
+        for request_id, question in zip(ids, left, strict=True):
+            engine.add_request(request_id, question.prompt, params)
+        for request_id, question in zip(ids, left, strict=True):
+            while request_id not in ended:
+                ended |= {output.request_id: output for output in engine.step()}
+            output = ended.pop(request_id)
+            (answer,) = output.outputs
+            if answer.finish_reason == "abort":
+                raise FailedError(f"{request_id} ended with a fault: {answer.stop_reason}")
+            prompt_ids, token_ids = list(output.prompt_token_ids), list(answer.token_ids)
+            one = OwnAnswer(question.kind, question.held_out, question.key, prompt_ids, token_ids)
+            append_lines(path, [json.dumps(asdict(one))])
             total += one.positions
             progress()
-        append_lines(path, lines)
+    finally:
+        engine.abort_request(ids)
+        if engine.has_unfinished_requests():
+            engine.step()  # takes the last outputs of the aborted ones
     return total
 
 
