@@ -86,8 +86,8 @@ def answers_command(
         str | None,
         typer.Option(
             "--kinds",
-            help="Kinds of prompts, with commas: instructions, code, arithmetic; chat, which the model makes up; "
-            f"gsm8k, training questions of --data.  [default: {KINDS}]",
+            help="Kinds of prompts, with commas: instructions, code, arithmetic; library, functions as Python's own "
+            f"documents them; chat, which the model makes up; gsm8k, training questions of --data.  [default: {KINDS}]",
         ),
     ] = None,
     prompts: Annotated[

@@ -3,12 +3,16 @@ seed; one in `HELD_OUT_EVERY`, by its hash, is never trained on."""
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import product
+from pathlib import Path
+from sysconfig import get_path
 
 from d3engine.errors import require
+from d3engine.utils.files import read_bytes
 
 HELD_OUT_EVERY = 8
 
@@ -172,10 +176,28 @@ def _arithmetic(rng: random.Random) -> Iterator[str]:
         yield rng.choice(SUMS)(rng)
 
 
+DOCUMENTED = range(40, 600)
+"""Characters of a documentation that asks for a function and says what it does."""
+
+
+def _library(rng: random.Random) -> Iterator[str]:
+    """The functions that the modules of this Python's library document; their files are read, never run."""
+    found = []
+    for path in sorted(Path(get_path("stdlib")).glob("*.py")):
+        for one in ast.parse(read_bytes(path)).body:
+            if isinstance(one, ast.FunctionDef) and not one.name.startswith("_"):
+                words = ast.get_docstring(one) or ""
+                if len(words) in DOCUMENTED and ">>>" not in words:
+                    found.append(f"Write a Python function `{one.name}({ast.unparse(one.args)})`:\n\n{words}")
+    rng.shuffle(found)
+    return iter(found)
+
+
 KINDS: dict[str, Callable[[random.Random], Iterator[str]]] = {
     "instructions": _instructions,
     "code": _code,
     "arithmetic": _arithmetic,
+    "library": _library,
 }
 """Kinds of prompts that need no data set and no model."""
 
