@@ -476,17 +476,27 @@ def _window(found: Report) -> tuple[str, str, str]:
 def evaluation(name: str) -> Iterator[str]:
     """What `d3engine eval --json` has found, by policy; a bridge counts as the share of a layer that it is."""
     (found,) = run(name)["benchmarks"]
+    scores = found["scores"]
+    counted = {"same_answers": f"same answer, of {found['problems']}", "unfinished": "cut off"}
+    counted = {key: words for key, words in counted.items() if any(score.get(key) for score in scores)}
     rows = []
-    for score in found["scores"]:
+    for score in scores:
         less, layers = score["minus_first"], f"{score['realised_mean_layers_with_bridges']:.2f}"
         exact = f"{100 * score['exact_match']:.1f} % ({score['correct']})"
         minus = "" if less is None else points(less["difference"], less["interval"])
-        same = ["" if less is None else str(score["same_answers"])] if "same_answers" in score else []
-        rows.append((depth(score["depth"]), exact, minus, layers, *same))
-    num_layers = found["scores"][0]["num_layers"]
-    header = ("depth", "exact match", "minus full depth, points", f"layers of {num_layers}, realised")
-    same = [f"same answer, of {found['problems']}"] if "same_answers" in found["scores"][0] else []
-    yield from table((*header, *same), rows)
+        counts = ("" if score[key] is None else str(score[key]) for key in counted)
+        rows.append((depth(score["depth"]), exact, minus, layers, *counts))
+    layers = f"layers of {scores[0]['num_layers']}, realised"
+    yield from table(("depth", "exact match", "minus full depth, points", layers, *counted.values()), rows)
+
+
+def learning(name: str) -> Iterator[str]:
+    """The learning curve of a run of `d3engine depth train`."""
+    rows = [
+        (str(at["step"]), f"{at['tokens']:,}", f"{at['seconds'] / 60:.0f}", _kl(at), _agreement(at))
+        for at in run(name)["curve"]
+    ]
+    yield from table(("steps", "tokens seen", "minutes", "KL, nats", "same likeliest token"), rows)
 
 
 def by_task(name: str) -> Iterator[str]:
@@ -572,6 +582,7 @@ TABLES = {
         windows,
         bridged,
         evaluation,
+        learning,
         by_task,
         certificates,
         chances,
