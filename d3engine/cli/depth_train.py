@@ -65,6 +65,10 @@ AnswerTokens: TypeAlias = Annotated[int, typer.Option("--answer-tokens", help="T
 HeldOut: TypeAlias = Annotated[int, typer.Option("--held-out-texts", help="Held-out answers to judge on at most.")]
 
 KINDS = "instructions,code,arithmetic"
+RATE, GENTLE_RATE = 3e-4, 3e-5
+"""Of a block that begins anew, or of maps; and of whole refitted matrices. A tenth of the first took Coder-0.5B's
+refitted ones from 92.3 to 90.8 % the same token in 160 steps, a tenth of the second from 95.4 to 95.5 % in 107."""
+
 WIDE = 512
 """Numbers of a hidden state from which passes compute in bfloat16."""
 
@@ -214,7 +218,14 @@ def train_command(
     rank: Annotated[
         int | None, typer.Option("--rank", help="Train maps of this rank, added to each matrix, not whole matrices.")
     ] = None,
-    rate: Annotated[float, typer.Option("--rate", help="Adam's rate of the hidden steps; others have a tenth.")] = 3e-4,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--rate",
+            help="Adam's rate of the hidden steps; others have a tenth. As it stands 3e-4, and 3e-5 where whole "
+            "matrices of narrowed layers are trained, to which more did harm.",
+        ),
+    ] = None,
     judge_every: Annotated[
         int, typer.Option("--judge-every", help="Steps from one point of the curve to the next.")
     ] = 100,
@@ -245,7 +256,8 @@ def train_command(
     check_output("--report", report)
     if minutes is not None:
         require_number("--minutes", minutes, 0, 1e6, open_low=True)
-    require_number("--rate", rate, 0, 1, open_low=True)
+    if rate is not None:
+        require_number("--rate", rate, 0, 1, open_low=True)
     if rank is not None:
         require_integer("--rank", rank, 1)
     for flag, value, least in (("--hidden-steps", hidden_steps, 0), ("--steps", steps, 0), ("--texts", texts, 1)):
@@ -270,7 +282,6 @@ def train_command(
     from d3engine.research.bridges.fitting import text_hash
     from d3engine.research.distillation.training import Distillation, TrainingOptions, kept_shape, run_key, shape_of
 
-    options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens, rank)
     run, fingerprint = _open(directory, threads, dtype)
     own, held_out = _read(answers, fingerprint, held_out_texts)
     beginning = target.with_name(f"{target.name}.begin")
@@ -284,6 +295,9 @@ def train_command(
         student = read_student(begin, run.config)
         require(student.fingerprint == fingerprint, "--begin", str(begin), "a student of these weights")
         shape = shape_of(student)
+    if rate is None:
+        rate = RATE if shape.skip_layers or rank is not None else GENTLE_RATE
+    options = TrainingOptions(hidden_steps, steps, texts, rows, rate, seed, judge_every, answer_tokens, rank)
     training = Distillation(run, shape, options)
     _tell(training, own, held_out[:curve_texts])
     state = target.with_name(f"{target.name}.part")
@@ -302,6 +316,9 @@ def train_command(
         training.train(own, held_out[:curve_texts], state, key, advance, until)
     with counting("held out", "text", len(held_out)) as count:
         student, told = training.judged(held_out, fingerprint, count)
+    first, last = (f"{training.curve.points[place]['kl']:.3f}" for place in (0, -1))
+    if float(last) > float(first):
+        note(f"note: held out the student is worse than it began (KL {first}, then {last}): try a lower --rate")
     finished = training.curve.num_steps == options.all_steps
     found = {**told, "out": str(target), "options": vars(options), "finished": finished}
     with printing_last(partial(_show_trained, found, as_json)):

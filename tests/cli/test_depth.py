@@ -399,6 +399,7 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     found = json.loads(report.read_text())
     assert found["finished"]
     assert [point["step"] for point in found["curve"]] == [0, 3, 6, 7]
+    assert found["options"]["rate"] == 3e-4
     assert len(found["skip_layers"]) == 2
     assert found["own_layers"] == sorted({9, 10, 11, 12, 13, 14, 15} - set(found["skip_layers"]))
     assert not out.with_name(f"{out.name}.part").exists()
@@ -426,6 +427,20 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
     student = read_student(out, ModelConfig.from_directory(model_directory("demo")))
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
+
+
+def test_training_that_does_harm_is_said(answers: Path, tmp_path: Path) -> None:
+    """Whole refitted matrices are trained more gently than a block; a rate too high for them is told by its result."""
+    words = ["depth", "train", "demo", "--answers", str(answers), "--width", "0.8", "--refit-texts", "8"]
+    words += ["--out", str(tmp_path / "student.safetensors"), "--json"]
+    gentle, harsh = (succeed([*words, "--steps", "2", *rate]) for rate in ([], ["--rate", "1"]))
+    assert json.loads(gentle.stdout)["options"]["rate"] == 3e-5
+    first, last = (json.loads(harsh.stdout)["curve"][place]["kl"] for place in (0, -1))
+    told = f"worse than it began (KL {first:.3f}, then {last:.3f})"
+    assert told in harsh.stderr
+    assert "worse than it began" not in gentle.stderr
+    maps = json.loads(succeed([*words, "--steps", "1", "--rank", "1"]).stdout)
+    assert maps["options"]["rate"] == 3e-4
 
 
 def test_answers_at_a_depth_are_trained_on_too(answers: Path, tmp_path: Path) -> None:
