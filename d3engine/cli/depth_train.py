@@ -415,7 +415,8 @@ def inspect_command(
 
     config = ModelConfig.from_directory(model_directory(model))
     student = read_student(file, config)
-    layers = {number: {name: list(t.shape) for name, t in own.items()} for number, own in student.layers.items()}
+    of_layers = sorted(student.layers.items())
+    layers = {number: {name: list(t.shape) for name, t in own.items()} for number, own in of_layers}
     width = student.width(config)
     if as_json:
         found = {"skip_layers": list(student.skip_layers), "layers": layers, "bytes": student.num_bytes, "width": width}

@@ -425,6 +425,8 @@ def test_a_student_is_trained_written_judged_and_decoded_with(answers: Path, tmp
     assert more["curve"][0]["kl"] == pytest.approx(found["curve"][-1]["kl"], rel=0.05)  # what the file rounds
     shown = succeed(["depth", "inspect", str(out)])
     assert "skipped: " + ", ".join(skip.split(",")) in shown.stdout
+    rows = [line.split()[0] for line in shown.stdout.splitlines()[2:-1]]
+    assert [int(word) for word in rows if word.isdigit()] == found["own_layers"]
     student = read_student(out, ModelConfig.from_directory(model_directory("demo")))
     assert student.about["layers_saved"] == pytest.approx(found["layers_saved"])
 
