@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from d3engine.model.weights import LlamaWeights
 from d3engine.scheduling.kv_cache import FlatCopies, IntArray
 from d3engine.scheduling.plan import Chosen, Plan, Span
 from d3engine.scheduling.sampling_mode import SamplingMode
+
+if TYPE_CHECKING:
+    from d3engine.executor.native_spans import NativeSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +125,13 @@ class EagerExecutor(Executor):
         return self.run_share(plan)
 
     @torch.inference_mode()
-    def run_share(self, plan: Plan) -> Computed:
-        """Run one step of which all rows run these weights."""
-        self.stats.eager_steps += 1
+    def run_share(self, plan: Plan, native: Callable[[Tensor], NativeSpans] | None = None) -> Computed:
+        """Run one step of which all rows run these weights.
+
+        `native` makes of the residual stream [R, H] what runs layers and LM head in this executor's place.
+        """
+        if native is None:
+            self.stats.eager_steps += 1
         self.copy_entries(plan.copies_before)
         inputs = self._inputs(plan)
         hidden = self.model.embed(self._tensor(plan.token_ids))
@@ -136,16 +144,28 @@ class EagerExecutor(Executor):
             crossings(self.bridges, plan.bridged, hidden, self.kernels),
             self.watch(plan, hidden),
         )
-        exits = EarlyExits(plan, self.model, hidden, adapters) if plan.exits else None
+        spans = None if native is None else native(hidden)
+        exits = None
+        if plan.exits:
+            own = partial(self._logits_of, hidden, adapters)
+            exits = EarlyExits(plan, self.model, hidden, own if spans is None else spans.logits)
         for span in hooks.cut(plan.spans if exits is None else exits.spans()):
             hooks.up_to(span.layers.start)
-            self._run_span(span, plan, inputs, hidden, adapters)
+            if span.projected_rows is not None:
+                self._project(span, inputs, hidden, adapters)
+            if span.num_rows == 0:
+                continue
+            if spans is None:
+                self._run_span(span, plan, inputs, hidden, adapters)
+            else:
+                spans.run(span)
         hooks.up_to(self.model.config.num_layers)
         self.copy_entries(plan.copies_after)
         if exits is not None:
             exits.copy_entries(self.pool, inputs.entries)
             return replace(exits.computed(), captured=tuple(captured))
-        return Computed(self._logits(plan, hidden, adapters), captured=tuple(captured))
+        logits = self._logits(plan, hidden, adapters) if spans is None else spans.logits(plan.logit_rows)
+        return Computed(logits, captured=tuple(captured))
 
     def _logits(self, plan: Plan, hidden: Tensor, adapters: RowAdapters | None) -> Tensor | Chosen:
         """The logits of the plan's rows, or the tokens that ranks have chosen among themselves."""
@@ -154,6 +174,10 @@ class EagerExecutor(Executor):
             return choose_across_ranks(self.model, hidden[self._tensor(rows)], plan, kind)
         if rows.size == plan.num_rows and not plan.prompt_rows and plan.drafts is None:
             return self.model.logits(hidden, adapters=adapters)
+        return self._logits_of(hidden, adapters, rows)
+
+    def _logits_of(self, hidden: Tensor, adapters: RowAdapters | None, rows: IntArray) -> Tensor:
+        """The logits [n, V] of these rows."""
         chosen = self._tensor(rows)
         return self.model.logits(hidden[chosen], adapters=None if adapters is None else adapters.of(chosen))
 
@@ -187,10 +211,6 @@ class EagerExecutor(Executor):
         return _Inputs(rotations, self._tensor(entries), on_device)
 
     def _run_span(self, span: Span, plan: Plan, inputs: _Inputs, hidden: Tensor, adapters: RowAdapters | None) -> None:
-        if span.projected_rows is not None:
-            self._project(span, inputs, hidden, adapters)
-        if span.num_rows == 0:
-            return
         if span.rows is None or span.chunks is None:
             which: slice | IntArray = slice(0, span.num_chunks)
             chunks: slice | Tensor = slice(0, span.num_chunks)

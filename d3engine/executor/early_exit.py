@@ -3,7 +3,7 @@ without the rows that have left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from d3engine.executor.interface import Computed
 from d3engine.kernels.kv_pool import KVPool
-from d3engine.model.adapters import RowAdapters
 from d3engine.model.llama import Llama
 from d3engine.scheduling.kv_cache import IntArray
 from d3engine.scheduling.plan import BoolArray, ExitingChunks, Plan, Span, rows_of
@@ -24,13 +23,14 @@ class EarlyExits:
     """The rows of one step that may leave: who has, after how many layers, and with which logits.
 
     `hidden` [R, H] is what the executor's layers work on in place. A row that has left keeps its last state there.
+    `logits` gives those [n, V] of some rows' states.
     """
 
-    def __init__(self, plan: Plan, model: Llama, hidden: Tensor, adapters: RowAdapters | None = None) -> None:
+    def __init__(self, plan: Plan, model: Llama, hidden: Tensor, logits: Callable[[IntArray], Tensor]) -> None:
         self._plan = plan
         self._model = model
         self._hidden = hidden
-        self._adapters = adapters
+        self._logits = logits
         self._depths = plan.depths.copy()
         self._gone = np.zeros(len(plan.sequences), dtype=bool)
         self._known: list[tuple[IntArray, Tensor]] = []  # places among plan.sampled, and the logits [n, V] found there
@@ -78,11 +78,6 @@ class EarlyExits:
         if others.size:
             logits[self._tensor(others)] = self._logits(rows[others])
         return Computed(logits, self._depths)
-
-    def _logits(self, rows: IntArray) -> Tensor:
-        where = self._tensor(rows)
-        own = None if self._adapters is None else self._adapters.of(where)
-        return self._model.logits(self._hidden[where], adapters=own)
 
     # -- who runs ----------------------------------------------------------------------------------------------
 

@@ -1,16 +1,16 @@
 """Decoding on a CPU by the native library: a whole run of steps is one call.
 
 Like the graphs of a GPU it takes the plans whose steps need nothing of the host, and single steps, of answers or of
-prompts, whose tokens it chooses as well unless more is wanted than one of each row. Whatever sequence needs more than
-rows through layers goes through the eager executor on the same weights and the same pool, by itself: its neighbours
-stay here.
+prompts, whose tokens it chooses as well unless more is wanted than one of each row. What is looked at between layers,
+as early exits are, goes through them here, span by span; half layers go through the eager executor on the same weights
+and the same pool, by themselves: their neighbours stay here.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from d3engine.executor.native_choices import (
     reporting_chunks,
     text_drafts_of,
 )
+from d3engine.executor.native_spans import NativeSpans
 from d3engine.executor.native_weights import native_bridges, native_model
 from d3engine.executor.shares import joined, share_of
 from d3engine.executor.streaming import GoingOn
@@ -174,13 +175,7 @@ class NativeExecutor(Executor):
 
     def run_share(self, plan: Plan) -> Computed:
         """The logits of a single step of which all rows run these weights; its copies are the caller's."""
-        left = self._left_to_eager(plan)
-        if left.all():
-            return self._eager.run_share(plan)
-        if left.any():
-            return self._shared(plan, left)
-        self.stats.native_steps += 1
-        return self._logits_of_step(plan)
+        return self._divided(plan, self._ways(plan))
 
     def _run(self, plan: Plan) -> Computed:
         if plan.multi_step is not None:
@@ -192,12 +187,12 @@ class NativeExecutor(Executor):
             self.stats.native_steps += found.num_steps if isinstance(found, Chosen) else found.num_passes
             return computed
         self._end_course()
-        left = self._left_to_eager(plan)
-        if left.all():  # also of a step without a row
-            return self._eager.run(plan)
+        ways = self._ways(plan)
+        if len(ways) < 2 and self._logits_of_step not in ways:
+            return self._divided(plan, ways)  # with its copies
         self._eager.copy_entries(plan.copies_before)
-        if left.any():
-            computed = self._shared(plan, left)
+        if len(ways) > 1:
+            computed = self._divided(plan, ways)
         else:
             self.stats.native_steps += 1
             computed = self._single(plan)
@@ -336,25 +331,43 @@ class NativeExecutor(Executor):
 
     # -- single steps ------------------------------------------------------------------------------------------
 
-    def _left_to_eager(self, plan: Plan) -> BoolArray:
-        """Bool [C]: the chunks of sequences that are more than rows through layers."""
-        left = np.zeros(len(plan.sequences), np.bool_)
+    def _ways(self, plan: Plan) -> dict[Callable[[Plan], Computed], BoolArray]:
+        """How the chunks of a single step run, those of each way as bool [C]; of a step without a row there is none."""
+        eager = _run_half_layers(plan)
+        if self._eager.rope.depends_on_length:
+            eager |= plan.steps < 0
         if _keeps_states(plan) and plan.num_rows > self._max_rows:
-            return ~left
+            eager[:] = True
+        looked_at = np.zeros_like(eager)
         for group in plan.exits:
-            left[group.chunks] = True
+            looked_at[group.chunks] = True
         for span in plan.spans:
             if span.projected_rows is not None:
-                left[plan.row_chunks[span.projected_rows]] = True
-        left |= _run_half_layers(plan)
-        if self._eager.rope.depends_on_length:
-            left |= plan.steps < 0
-        return np.isin(plan.slots, plan.slots[left]) if left.any() else left
+                looked_at[plan.row_chunks[span.projected_rows]] = True
+        eager = _with_slots_of(plan, eager)
+        looked_at = _with_slots_of(plan, looked_at) & ~eager
+        all_ways = {
+            self._logits_of_step: ~eager & ~looked_at,
+            self._by_spans: looked_at,
+            self._eager.run_share: eager,
+        }
+        return {way: chunks for way, chunks in all_ways.items() if chunks.any()}
 
-    def _shared(self, plan: Plan, left: BoolArray) -> Computed:
-        """A step of which some chunks are left to the eager executor, which counts it."""
-        own, others = share_of(plan, (~left).nonzero()[0]), share_of(plan, left.nonzero()[0])
-        return joined(plan, [(own, self._logits_of_step(own.plan)), (others, self._eager.run(others.plan))])
+    def _divided(self, plan: Plan, ways: Mapping[Callable[[Plan], Computed], BoolArray]) -> Computed:
+        """The logits of a step, each share in its way."""
+        if ways and self._eager.run_share not in ways:
+            self.stats.native_steps += 1  # the eager executor counts its own
+        if len(ways) < 2:
+            (way,) = ways or (self._eager.run_share,)
+            return way(plan)
+        shares = [(way, share_of(plan, chunks.nonzero()[0])) for way, chunks in ways.items()]
+        return joined(plan, [(share, way(share.plan)) for way, share in shares])
+
+    def _by_spans(self, plan: Plan) -> Computed:
+        """A step at which the host looks between layers."""
+        of_chunks = self._maps_of(plan.sequences)
+        maps = None if of_chunks is None else [of_chunks[chunk] for chunk in plan.row_chunks.tolist()]
+        return self._eager.run_share(plan, lambda hidden: NativeSpans(self._decoder, plan, hidden, maps))
 
     def _single(self, plan: Plan) -> Computed:
         """The tokens of the sampled rows, or logits [plan.logit_rows, V] where more is wanted than these; and the
@@ -464,6 +477,11 @@ class _Run:
 def _keeps_states(plan: Plan) -> bool:
     """Whether drafts leave hidden states behind or go on from them: such rows go through the layers together."""
     return plan.drafts is not None and bool(plan.drafts.kept or plan.drafts.resumed)
+
+
+def _with_slots_of(plan: Plan, chunks: BoolArray) -> BoolArray:
+    """Bool [C]: these chunks, and those of the same sequences, which read their entries."""
+    return np.isin(plan.slots, plan.slots[chunks]) if chunks.any() else chunks
 
 
 def _run_half_layers(plan: Plan) -> BoolArray:

@@ -82,8 +82,9 @@ class Decoder:
     ) -> None:
         self._library = library()
         self._keeps = model  # every step reads its memory
-        self._vocab, self._hidden = model.embedding.shape
+        self.vocab_size, self._hidden = model.embedding.shape
         self.table_shape = (num_slots, len(model.layers), max_blocks)
+        self.max_rows = max_rows
         self.num_threads = num_threads
         self.isa = _best_isa(model) if isa == "auto" else isa
         num_blocks, _, block_size, kv_heads, head_dim = model.pool.shape
@@ -91,7 +92,7 @@ class Decoder:
         widest = max(layer.down.weight.shape[1] for layer in model.layers)
         sizes = (
             *(len(model.layers), model.embedding.shape[1], widest, model.num_heads),
-            *(kv_heads, head_dim, self._vocab, block_size, max_blocks, num_blocks, num_slots),
+            *(kv_heads, head_dim, self.vocab_size, block_size, max_blocks, num_blocks, num_slots),
             *(model.max_positions, max_rows, num_threads, _all_isas().index(self.isa)),
         )
         structure = ModelStructure(
@@ -234,12 +235,12 @@ class Decoder:
         control: npt.NDArray[np.int32] | None,
         asked: LoopOptions,
     ) -> tuple[SpeculativeLoopStructure, dict[str, Any]]:
-        shape = (iterations, len(rows.tokens), drafts.most + 1, self._vocab)
+        shape = (iterations, len(rows.tokens), drafts.most + 1, self.vocab_size)
         logits, draft_model = asked.get("logits"), asked.get("draft_model")
         if logits is not None and (logits.logits.shape != shape or not logits.logits.flags.c_contiguous):
             raise NativeError(f"logits must be a contiguous array {list(shape)}")
         self._check_states(states)
-        made, given = structure_of(rows.arrays(), iterations, drafts, states, control, asked, self._vocab)
+        made, given = structure_of(rows.arrays(), iterations, drafts, states, control, asked, self.vocab_size)
         if draft_model is not None:
             made.draft_model = draft_model._handle
         given["held"] = (rows, draft_model)  # the rows hold bridges and adapters
@@ -305,8 +306,8 @@ class Decoder:
         if logits is None:
             return {}
         num_places = count if places is None else logits.shape[1]
-        if logits.shape != (steps, num_places, self._vocab) or not logits.flags.c_contiguous:
-            raise NativeError(f"logits must be a contiguous array [{steps}, {num_places}, {self._vocab}]")
+        if logits.shape != (steps, num_places, self.vocab_size) or not logits.flags.c_contiguous:
+            raise NativeError(f"logits must be a contiguous array [{steps}, {num_places}, {self.vocab_size}]")
         return {"logits": logits} | ({} if places is None else {"logit_places": np.ascontiguousarray(places, np.int64)})
 
     def _hook(self, run: RunStructure, given: dict[str, Any], hooks: Hooks | None, steps: int) -> None:
@@ -346,7 +347,7 @@ class Decoder:
             run.sampling = ctypes.addressof(sampling)
             held["sampling"] = (sampling, keeps)
         if draws is not None and draws.form is not None:
-            held["grammar"] = GrammarCallback.of_run(draws.form, self._vocab)
+            held["grammar"] = GrammarCallback.of_run(draws.form, self.vocab_size)
             run.grammar = held["grammar"].function
         return run, held
 
