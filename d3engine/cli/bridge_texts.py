@@ -37,7 +37,7 @@ Command: TypeAlias = Callable[..., Any]
 CHAT = "chat"
 """The task whose questions the model makes up itself."""
 
-DATA = "Folder with gsm8k/ and bbh/ to read questions from."
+DATA = "Folder with gsm8k/, humaneval/, mbpp/ or bbh/ to read questions from."
 Data: TypeAlias = Annotated[Path | None, typer.Option("--data", help=DATA)]
 Fewshot: TypeAlias = Annotated[
     int | None, typer.Option("--num-fewshot", help="Solved examples before a question (3; none if generated).")

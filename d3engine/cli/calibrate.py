@@ -195,7 +195,7 @@ def calibrate_command(
             "--task",
             help="What the answers are scored on: a generated task (word-problems, boolean-expressions, word-sorting, "
             "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
-            "that size; functions; gsm8k, bbh or bbh/<task> with --data.",
+            "that size; functions; gsm8k, humaneval, mbpp, bbh or bbh/<task> with --data.",
         ),
     ] = "word-problems",
     data: Data = None,

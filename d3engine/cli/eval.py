@@ -291,8 +291,8 @@ def evaluate(
             "--task",
             help="Names, with commas: generated tasks (word-problems, boolean-expressions, word-sorting, "
             "dyck-languages, object-counting, tracking-shuffled-objects, multistep-arithmetic), as word-sorting:3 of "
-            "that size; functions, whose code a sandbox runs; gsm8k, bbh and bbh/<task> with --data; without it, any "
-            "task of lm-evaluation-harness (eval).",
+            "that size; functions, whose code a sandbox runs; gsm8k, humaneval, mbpp, bbh and bbh/<task> with --data; "
+            "without it, any task of lm-evaluation-harness (eval).",
         ),
     ] = "word-problems",
     data: Data = None,
@@ -307,7 +307,7 @@ def evaluate(
         typer.Option(
             "--chat",
             help="Ask a chat model in its own form: by its chat template, examples as earlier turns (none), 512 tokens "
-            "of an answer, of which the last box or number counts. With functions, and gsm8k and bbh of --data.",
+            "of an answer, of which the last box, number or block of code counts. With functions, and tasks of --data.",
         ),
     ] = False,
     baselines: Annotated[
@@ -369,7 +369,7 @@ def evaluate(
     facts = {"model": model, "tasks": names, "seed": seed, "limit": limit}
     run = Run(facts, depths, sampling, compare_full, num_fewshot, html, as_json, share_prompts, answers)
     if is_harness:
-        require(not chat, "--chat", NOTHING, "given with functions, or with gsm8k or bbh of --data")
+        require(not chat, "--chat", NOTHING, catalogue.ASKED_AS_CHATS)
         require(not share_prompts, "--share-prompts", NOTHING, "given with tasks that are not the harness's")
         require(answers is None, "--answers", str(answers), "absent with tasks that are not d3engine's")
         only = {name: value for name, value in sampling.items() if name != "max_tokens"}

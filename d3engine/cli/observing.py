@@ -38,10 +38,10 @@ ASKING: OptionTable = {
     "task": (
         "--task",
         str,
-        "What is asked: a generated task (word-problems; word-sorting:3 is one of that size); gsm8k, bbh or bbh/<task> "
-        "with --data, by the paper's rules.",
+        "What is asked: a generated task (word-problems; word-sorting:3 is one of that size); gsm8k, humaneval, "
+        "mbpp, bbh or bbh/<task> with --data.",
     ),
-    "data": ("--data", Path, "Folder with gsm8k/ and bbh/ to read questions from."),
+    "data": ("--data", Path, "Folder with gsm8k/, humaneval/, mbpp/ or bbh/ to read questions from."),
     "shots": ("--num-fewshot", int, "Solved examples before a question (3; none if generated)."),
     "chat": ("--chat", bool, "Put each prompt, as a user's turn, into the model's chat template."),
     "reference": ("--reference-answers", bool, "Look at the task's own answers instead of the model's."),
@@ -150,7 +150,7 @@ def questions_of(asking: Options, seed: int, limit: int) -> Asked:
         require(task is None or catalogue.needs_no_files(task), "--task", task, catalogue.NAMES_WITHOUT_HARNESS)
         (benchmark,) = catalogue.generated([task or "word-problems"], **given)
     else:
-        require(task is not None, "--task", task, "one of gsm8k, bbh and bbh/<task> beside --data")
+        require(task is not None, "--task", task, f"one of {catalogue.OF_FILES} beside --data")
         (benchmark,) = catalogue.from_files([task or ""], data, **given)
     own = DEFAULT_MAX_TOKENS if task is None else benchmark.max_tokens
     max_tokens = require_integer("--max-tokens", asking.get("max_tokens", own), 1)

@@ -121,8 +121,8 @@ def run_tasks(
             of_the_hub = unreachable if isinstance(error, ConnectionError) else None
             why = of_the_hub or f"{type(error).__name__}: {error}"
             raise D3EngineError(
-                f"the data of {', '.join(names)} cannot be loaded ({why}); without network, --data DIR reads gsm8k and "
-                "bbh from files in a folder, and --include-path DIR takes tasks with data of your own"
+                f"the data of {', '.join(names)} cannot be loaded ({why}); without network, --data DIR reads gsm8k, "
+                "bbh, humaneval and mbpp from a folder, and --include-path DIR takes tasks with data of your own"
             ) from error
         seconds = time.perf_counter() - began
         usage, shape = model.total_usage(), shape_of(engine.config)

@@ -146,7 +146,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_named(tmp_path: Path, monk
     assert not waits
     (line,) = (line for line in result.output.splitlines() if line.startswith("error:"))
     assert line.startswith(f"error: the data of own_words cannot be loaded ({UNREACHABLE} cannot be reached: ")
-    assert "--data DIR reads gsm8k and bbh from files in a folder" in line
+    assert "--data DIR reads gsm8k, bbh, humaneval and mbpp from a folder" in line
 
 
 @pytest.mark.usefixtures("no_hub")

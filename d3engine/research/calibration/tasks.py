@@ -1,8 +1,9 @@
 """The questions that a calibration asks: two parts of a task, without a question in common."""
 
-# A task with a validation split gives screening from it and the certificate from its test split. BBH and the functions
-# have one split: the order of the questions' hashes, the same for every seed, says which half they belong to. A file's
-# questions are a fixed number, so a second calibration certifies on the same ones; generated tasks have new ones.
+# A task with a validation split gives screening from it and the certificate from its test split. BBH, HumanEval and
+# the functions have one split: the order of the questions' hashes, the same for every seed, says which half they
+# belong to. A file's questions are a fixed number, so a second calibration certifies on the same ones; generated tasks
+# have new ones.
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from d3engine.research.calibration.search import Has
 from d3engine.research.evaluation import catalogue, procedural
 from d3engine.research.evaluation.benchmark import Benchmark, Question
 from d3engine.research.evaluation.functions import FUNCTIONS
+from d3engine.research.evaluation.published_code import MBPP
 from d3engine.research.evaluation.word_problems import Split
 
 
@@ -49,15 +51,14 @@ class CalibrationTask:
 def calibration_task(
     name: str, folder: Path | None, *, seed: int, shots: int | None, chat: bool = False
 ) -> CalibrationTask:
-    """A generated task, `functions`, or `gsm8k`, `bbh` or `bbh/<task>` from a folder's files, `shots` examples before
-    each.
+    """A generated task, `functions`, or a task of a folder's files, `shots` examples before each.
 
     With `chat` a task that is not generated is asked as chat models are.
     """
     if folder is None and name != FUNCTIONS:
         allowed = f"{procedural.KNOWN}, or {FUNCTIONS}; others need --data"
         require(procedural.is_generated(name), "--task", name, allowed)
-        require(not chat, "--chat", NOTHING, f"given with {FUNCTIONS}, or with gsm8k or bbh of --data")
+        require(not chat, "--chat", NOTHING, catalogue.ASKED_AS_CHATS)
 
         def generate(split: Split, count: int) -> Sequence[Question]:
             return _one(catalogue.generated([name], split=split, seed=seed, limit=count, shots=shots)).questions
@@ -65,8 +66,8 @@ def calibration_task(
         example = _one(catalogue.generated([name], split="validation", seed=seed, limit=1, shots=shots))
         return CalibrationTask(name, example.max_tokens, example.stop, generate)
 
-    known = name in ("gsm8k", "bbh", FUNCTIONS) or name.startswith("bbh/")
-    require(known, "--task", name, f"one of gsm8k, bbh, bbh/<task> and {FUNCTIONS} with --data")
+    known = name == FUNCTIONS or catalogue.is_of_files(name)
+    require(known, "--task", name, f"one of {catalogue.OF_FILES} with --data, or {FUNCTIONS}")
 
     def read(split: Split) -> Benchmark:
         given: dict[str, Any] = {"split": split, "seed": seed, "limit": None, "shots": shots, "chat": chat}
@@ -76,7 +77,7 @@ def calibration_task(
 
     test = read("test")
     questions: dict[Split, list[Question]]
-    if name == "gsm8k":
+    if name in ("gsm8k", MBPP):
         questions = {"validation": _different(read("validation").questions), "test": _different(test.questions)}
     else:
         questions = _halves(test.questions, seed)

@@ -12,11 +12,19 @@ from d3engine.research.evaluation import procedural
 from d3engine.research.evaluation.bbh import load_bbh
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question
 from d3engine.research.evaluation.chat_form import as_chat
-from d3engine.research.evaluation.functions import FUNCTIONS, FunctionQuestion, load_functions
+from d3engine.research.evaluation.functions import FUNCTIONS, CodeQuestion, load_functions
 from d3engine.research.evaluation.gsm8k import load_gsm8k
+from d3engine.research.evaluation.published_code import HUMANEVAL, MBPP, load_humaneval, load_mbpp
 from d3engine.research.evaluation.word_problems import Split
 
-NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or {FUNCTIONS}, or with --data one of gsm8k, bbh and bbh/<task>"
+OF_FILES = f"gsm8k, {HUMANEVAL}, {MBPP}, bbh and bbh/<task>"
+"""The tasks that a folder may have, for people."""
+
+FOLDER = "gsm8k/, humaneval/, mbpp/ or bbh/"
+
+ASKED_AS_CHATS = f"given with {FUNCTIONS}, or with a task of --data"
+
+NAMES_WITHOUT_HARNESS = f"{procedural.KNOWN}, or {FUNCTIONS}, or with --data one of {OF_FILES}"
 """What `--tasks` takes besides the tasks of lm-evaluation-harness, for errors."""
 
 DEFAULT_PROBLEMS = 500
@@ -71,11 +79,11 @@ def depth_questions(
 ) -> list[Question]:
     """Questions by which a policy's depth is set, which takes no answers: of the validation split, where there is one.
 
-    BBH and the functions have none; their questions are taken at equal distances, from all tasks.
+    BBH, HumanEval and the functions have none; their questions are taken at equal distances, from all tasks.
     """
     if most is None:
         most = min(DEPTH_QUESTIONS, len(benchmark.questions))
-    if benchmark.name in ("bbh", FUNCTIONS):
+    if benchmark.name in ("bbh", FUNCTIONS, HUMANEVAL):
         return benchmark.questions[:: -(-len(benchmark.questions) // most)]
     if folder is None:
         return generated([benchmark.name], split="validation", seed=seed, limit=most, shots=shots)[0].questions
@@ -86,8 +94,8 @@ def depth_questions(
 def reference_answer(question: Question) -> str:
     """What a question of this catalogue should be answered with, as its examples write it: " 3 + 4 = 7 #### 7"."""
     own: Any = question.question if isinstance(question, Asked) else question
-    has_none = f"absent with {FUNCTIONS}, which has none"
-    require(not isinstance(own, FunctionQuestion), "--reference-answers", NOTHING, has_none)
+    has_none = f"absent with {FUNCTIONS}, {HUMANEVAL} and {MBPP}: it takes none of code"
+    require(not isinstance(own, CodeQuestion), "--reference-answers", NOTHING, has_none)
     return str(own.solved).removeprefix(own.prompt)
 
 
@@ -96,6 +104,11 @@ def reference_answers(name: str, folder: Path) -> list[str]:
     (benchmark,) = from_files([name], folder, split="test", seed=0, limit=None, shots=0)
     own = [asked.question for asked in benchmark.questions if isinstance(asked, Asked)]
     return [str(getattr(question, "target", None) or getattr(question, "answer", "")) for question in own]
+
+
+def is_of_files(name: str) -> bool:
+    """Whether a task is read from a folder."""
+    return name in ("gsm8k", "bbh", HUMANEVAL, MBPP) or name.startswith("bbh/")
 
 
 def from_files(
@@ -108,14 +121,15 @@ def from_files(
     shots: int | None,
     chat: bool = False,
 ) -> list[Benchmark]:
-    """`gsm8k`, `bbh` (all tasks there are) and `bbh/<task>` from a folder with gsm8k/ and bbh/; and `functions`.
+    """`gsm8k`, `humaneval`, `mbpp`, `bbh` (all tasks there are) and `bbh/<task>` from the files of a folder; and
+    `functions`.
 
     With `chat` as chat models are asked, without examples unless `shots` says how many.
     """
-    require(folder.is_dir(), "--data", str(folder), "a folder with gsm8k/ and bbh/")
+    require(folder.is_dir(), "--data", str(folder), f"a folder with {FOLDER}")
     for name in names:
-        is_known = name in ("gsm8k", "bbh", FUNCTIONS) or name.startswith("bbh/")
-        require(is_known, "--tasks", name, f"gsm8k, bbh, bbh/<task> or {FUNCTIONS} with --data")
+        allowed = f"one of {OF_FILES} with --data, or {FUNCTIONS}"
+        require(name == FUNCTIONS or is_of_files(name), "--tasks", name, allowed)
     tasks = [name.removeprefix("bbh/") for name in names if name.startswith("bbh/")]
     require(not (tasks and "bbh" in names), "--tasks", ",".join(names), "either bbh or some of its tasks")
     usual = 0 if chat else PUBLISHED_SHOTS
@@ -126,6 +140,9 @@ def from_files(
             found.append(load_gsm8k(folder, split=split, shots=examples, seed=seed, limit=limit))
         elif kind == FUNCTIONS:
             found.append(load_functions(split=split, shots=shots, limit=limit))
+        elif kind in (HUMANEVAL, MBPP):
+            load = load_humaneval if kind == HUMANEVAL else load_mbpp
+            found.append(load(folder, split=split, shots=shots, limit=limit))
         else:
             found.append(load_bbh(folder, split=split, shots=examples, tasks=tasks, limit=limit))
     return [as_chat(benchmark) for benchmark in found] if chat else found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from d3engine.errors import NOTHING, InvalidValueError
 from d3engine.research.evaluation.bbh import BBHQuestion
 from d3engine.research.evaluation.benchmark import Asked, Benchmark, Question, Verdict
-from d3engine.research.evaluation.functions import FunctionQuestion
+from d3engine.research.evaluation.functions import CodeQuestion
 from d3engine.research.evaluation.gsm8k import GSM8KQuestion, final_number
 from d3engine.research.evaluation.kept import Prompt
 
@@ -53,7 +53,7 @@ class ChatQuestion:
 
     def verdict(self, answer: str) -> Verdict:
         """Of code what the sandbox finds, of other answers right or wrong."""
-        if isinstance(self.question, FunctionQuestion):
+        if isinstance(self.question, CodeQuestion):
             return self.question.chat_verdict(answer)
         return Verdict.RIGHT if self._is_reference(answer) else Verdict.WRONG
 
@@ -70,16 +70,16 @@ class ChatQuestion:
 
 
 def as_chat(benchmark: Benchmark) -> Benchmark:
-    """The same questions for chat models, of GSM8K, BBH or `functions`; raises `InvalidValueError` for others."""
+    """The same questions for chat models, of GSM8K, BBH or code; raises `InvalidValueError` for others."""
     tasks = {task: [_question(one) for one in questions] for task, questions in benchmark.tasks.items()}
     return replace(benchmark, about=f"{benchmark.about}, as a chat", tasks=tasks, max_tokens=MAX_TOKENS, stop=())
 
 
 def _question(asked: Question) -> ChatQuestion:
-    if isinstance(asked, FunctionQuestion):
+    if isinstance(asked, CodeQuestion):
         return ChatQuestion((("user", asked.request),), asked)
     if not isinstance(asked, Asked) or not isinstance(asked.question, GSM8KQuestion | BBHQuestion):
-        raise InvalidValueError("--chat", NOTHING, "given with functions, or with gsm8k or bbh of --data")
+        raise InvalidValueError("--chat", NOTHING, "given with functions, or with a task of --data")
     messages: list[tuple[str, str]] = []
     for example in asked.examples:
         messages += [("user", _words(example)), ("assistant", _solved(example))]

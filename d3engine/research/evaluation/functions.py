@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from textwrap import dedent, fill, indent
@@ -26,8 +27,45 @@ _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re
 _CODE = re.compile(r"^(?:def \w|class \w|import \w|from \S+ import |@\w)", re.MULTILINE)
 
 
+class CodeQuestion(ABC):
+    """A function to write, which `prompt` begins for a base model and `request` asks a chat model for."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def prompt(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def request(self) -> str: ...
+
+    @abstractmethod
+    def judged(self, code: str) -> Verdict:
+        """Of the code of an answer, as the sandbox finds."""
+
+    def continued(self, answer: str) -> str | None:
+        """The code of what continues the prompt; None without any."""
+        return up_to_end(self.prompt + answer, self.name) if answer.strip() else None
+
+    def verdict(self, answer: str) -> Verdict:
+        """Of what continues the prompt."""
+        code = self.continued(answer)
+        return Verdict.NO_CODE if code is None else self.judged(code)
+
+    def chat_verdict(self, answer: str) -> Verdict:
+        """Of an answer to the request."""
+        code = code_in(answer, self.name)
+        return Verdict.NO_CODE if code is None else self.judged(code)
+
+    def is_right(self, answer: str) -> bool:
+        return self.verdict(answer) is Verdict.RIGHT
+
+
 @dataclass(frozen=True)
-class FunctionQuestion:
+class FunctionQuestion(CodeQuestion):
     """A function to write: "def name(...) -> ...", what it does, and tests, "name(...) == ...", the first one shown."""
 
     signature: str
@@ -55,30 +93,24 @@ class FunctionQuestion:
             f"For example, `{call}` gives `{result}`. Answer with the complete function in one code block."
         )
 
-    def verdict(self, answer: str) -> Verdict:
-        """Of what continues the prompt."""
-        if not answer.strip():
-            return Verdict.NO_CODE
-        return _judged(self, up_to_end(self.prompt + answer, self.name))
-
-    def chat_verdict(self, answer: str) -> Verdict:
-        """Of an answer to the request."""
-        code = code_in(answer, self.name)
-        return Verdict.NO_CODE if code is None else _judged(self, code)
-
-    def is_right(self, answer: str) -> bool:
-        return self.verdict(answer) is Verdict.RIGHT
+    def judged(self, code: str) -> Verdict:
+        return _judged(self, code)
 
 
 def load_functions(*, split: Split, shots: int | None, limit: int | None = None) -> Benchmark:
     """The first `limit` problems. Raises `SandboxError` where this system cannot confine the code of answers."""
     require(split == "test", "--split", split, f"'test', the only split that {FUNCTIONS} has")
     require(not shots, "--num-fewshot", shots, f"0 with {FUNCTIONS}, which has no examples to spare")
+    check_sandbox()
+    return Benchmark(FUNCTIONS, f"{split} split", {FUNCTIONS: all_functions()[:limit]}, MAX_TOKENS, STOP)
+
+
+def check_sandbox() -> None:
+    """Raise `SandboxError` where this system cannot confine the code of answers, or gives it no standard library."""
     try:
         call_function("import collections, itertools, math, re, string\ndef ready(): return True", "ready", [[]])
     except CodeError as error:
         raise SandboxError(f"the sandbox cannot import the standard library: {error}") from error
-    return Benchmark(FUNCTIONS, f"{split} split", {FUNCTIONS: all_functions()[:limit]}, MAX_TOKENS, STOP)
 
 
 def all_functions() -> list[FunctionQuestion]:
@@ -92,14 +124,25 @@ def all_functions() -> list[FunctionQuestion]:
 
 
 def code_in(answer: str, name: str) -> str | None:
-    """The first fenced block, or else the text, that defines the function, up to the function's end."""
+    """The first fenced block, or else the text, that defines the function, up to the function's end; and the
+    helpers that are defined behind it."""
     start = re.compile(rf"^def {name}\s*\(", re.MULTILINE)
     for block in _FENCED.findall(answer):
         code = dedent(block)
         if start.search(code):
-            return up_to_end(code, name)
+            return _with_helpers(code, name)
     begin = _CODE.search(answer)
-    return up_to_end(answer[begin.start() :], name) if begin and start.search(answer) else None
+    return _with_helpers(answer[begin.start() :], name) if begin and start.search(answer) else None
+
+
+def _with_helpers(code: str, name: str) -> str:
+    function = up_to_end(code, name)
+    try:
+        behind = ast.parse(code[len(function) :]).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return function
+    helpers = [one for one in behind if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name != name]
+    return "\n".join([function, *map(ast.unparse, helpers)])
 
 
 def up_to_end(code: str, name: str) -> str:
