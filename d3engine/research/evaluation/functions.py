@@ -137,10 +137,7 @@ def code_in(answer: str, name: str) -> str | None:
 
 def _with_helpers(code: str, name: str) -> str:
     function = up_to_end(code, name)
-    try:
-        behind = ast.parse(code[len(function) :]).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return function
+    behind = _statements(code[len(function) :]) or []
     helpers = [one for one in behind if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name != name]
     return "\n".join([function, *map(ast.unparse, helpers)])
 
@@ -151,19 +148,19 @@ def up_to_end(code: str, name: str) -> str:
     first = next(number for number, line in enumerate(lines) if re.match(rf"def {name}\s*\(", line))
     for number, line in enumerate(lines[first + 1 :], first + 1):
         # A string may have lines that begin like the next statement: only what is Python before one is the function.
-        if line.strip() and not line[0].isspace() and line[0] != "#" and _is_python("\n".join(lines[:number])):
+        if line.strip() and not line[0].isspace() and line[0] != "#" and _statements("\n".join(lines[:number])):
             return "\n".join(lines[:number])
     return code
 
 
-def _is_python(code: str) -> bool:
+def _statements(code: str) -> list[ast.stmt] | None:
+    """None of what is no Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escapes, to the reader of a report
-            ast.parse(code)
+            return ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return True
+        return None
 
 
 @lru_cache(maxsize=4096)  # policies often give the same answer
